@@ -1,0 +1,1 @@
+"""Casts around operations."""

@@ -1,0 +1,65 @@
+"""The cast cache: each weight is cast once an iteration, however often it is used."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+
+class _Entry(NamedTuple):
+    source: weakref.ref[Parameter]
+    version: int
+    address: int
+    cast: torch.Tensor
+
+
+class CastCache:
+    """Casts of weights, each used only as long as it is true.
+
+    An entry serves a call only if the weight is the same object, neither its version counter nor
+    its storage has moved, and the history of the cast fits the call: what was cast under `no_grad`
+    never serves a call that records gradients. Weights are held weakly. Not for activations.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def cast(self, weight: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """`weight` in `dtype`: the cast made earlier if it is still true, else a fresh one."""
+        entry = self._entries.get(id(weight))
+        if (
+            entry is not None
+            and entry.source() is weight
+            and entry.version == weight._version
+            and entry.address == weight.data_ptr()
+            and entry.cast.dtype is dtype
+            and (entry.cast.requires_grad == weight.requires_grad or not torch.is_grad_enabled())
+        ):
+            return entry.cast
+        cast = weight.to(dtype)
+        if not torch.is_inference_mode_enabled() and not weight.is_inference():
+            self._keep(weight, cast)
+        return cast
+
+    def discard(self, weight: torch.Tensor) -> None:
+        """Forget the cast of `weight`."""
+        self._entries.pop(id(weight), None)
+
+    def clear(self) -> None:
+        """Forget every cast."""
+        self._entries.clear()
+
+    def _keep(self, weight: Parameter, cast: torch.Tensor) -> None:
+        key, entries = id(weight), self._entries
+
+        def forget(_: weakref.ref[Parameter]) -> None:
+            entries.pop(key, None)
+
+        source = weakref.ref(weight, forget)
+        entries[key] = _Entry(source, weight._version, weight.data_ptr(), cast)

@@ -1,0 +1,98 @@
+"""What all cast wrappers share: the half dtype that is active here and now, and the cast cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from amp_patch.casts.cache import CastCache
+
+
+class _Scope(NamedTuple):
+    half_dtype: torch.dtype | None  # None: casts are suspended
+    is_final: bool  # inner scopes of models cannot switch the casts on again
+    owner: object
+    outer: _Scope | None
+
+
+class CastContext:
+    """Tells a wrapper what to cast to, and casts.
+
+    `half_dtype` holds where nothing else is said; None means that there are no casts. Scopes
+    (`suspended`, the forward of a model) override it for one thread, or one asyncio task, only.
+    """
+
+    def __init__(self) -> None:
+        self.half_dtype: torch.dtype | None = None
+        self.cache = CastCache()
+        self._scope: ContextVar[_Scope | None] = ContextVar("amp_patch_scope", default=None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastContext:
+        return self  # hooks of a copied model go on to share it
+
+    def active_dtype(self) -> torch.dtype | None:
+        """The half dtype to cast to on this thread; None where operations run untouched."""
+        scope = self._scope.get()
+        return self.half_dtype if scope is None else scope.half_dtype
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`tensor` in `dtype`; a weight goes through the cache, except while it is being traced."""
+        if type(tensor) is Parameter and not _is_tracing():
+            return self.cache.cast(tensor, dtype)
+        return tensor.to(dtype)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """No casts inside, on this thread. Nests; left as it was found, also by an exception."""
+        before = self._scope.get()
+        self._scope.set(_Scope(None, True, None, before))
+        try:
+            yield
+        finally:
+            self._scope.set(before)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Inside a suspension: as it was before that (for a closure within a step)."""
+        before = self._scope.get()
+        self._scope.set(before.outer if before is not None else None)
+        try:
+            yield
+        finally:
+            self._scope.set(before)
+
+    def enter(self, owner: object, half_dtype: torch.dtype | None) -> None:
+        """Begin the scope of `owner`, a model in forward. A user's suspension stays in force."""
+        outer = self._scope.get()
+        if outer is not None and outer.is_final:
+            self._scope.set(_Scope(None, True, owner, outer))
+        else:
+            self._scope.set(_Scope(half_dtype, False, owner, outer))
+
+    def leave(self, owner: object) -> None:
+        """End the scope of `owner`, with any inside it that an exception left open.
+
+        When the outermost one ends while gradients are off, the iteration is over for the cache.
+        """
+        scope = self._scope.get()
+        while scope is not None and scope.owner is not owner:
+            scope = scope.outer
+        if scope is None:
+            return
+        self._scope.set(scope.outer)
+        if scope.outer is None and not torch.is_grad_enabled():
+            self.cache.clear()
+
+
+def _is_tracing() -> bool:
+    """Whether a cached cast would be baked into a graph as a constant."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )

@@ -1,0 +1,51 @@
+"""Replace attributes of foreign objects, and put every one of them back."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+logger = logging.getLogger("amp_patch")
+
+_INHERITED = object()  # the name was not in the owner's own __dict__
+
+
+class Patcher:
+    """Records each replacement as it is made; `restore` undoes them, the latest first.
+
+    Owners (modules, classes, instances) are held weakly, so that a patch never keeps a user's
+    object alive. A name that the owner merely inherited is deleted again rather than set. A name
+    that somebody else has replaced in the meantime is left to them.
+    """
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Set `owner.name` to `new` until `restore`."""
+        previous = vars(owner).get(name, _INHERITED)
+        setattr(owner, name, new)
+        self._undo.callback(_put_back, weakref.ref(owner), name, new, previous)
+
+    def on_restore(self, callback: Callable[[], object]) -> None:
+        """Call `callback()` when `restore` reaches this point."""
+        self._undo.callback(callback)
+
+    def restore(self) -> None:
+        """Undo everything. A second call does nothing; one failing undo does not stop the others."""
+        self._undo.close()
+
+
+def _put_back(reference: weakref.ref[Any], name: str, new: Any, previous: Any) -> None:
+    owner = reference()
+    if owner is None:
+        return
+    if vars(owner).get(name, _INHERITED) is not new:
+        logger.debug("%r.%s was replaced by others since; left alone", owner, name)
+    elif previous is _INHERITED:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, previous)

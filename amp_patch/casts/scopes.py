@@ -1,0 +1,47 @@
+"""The forward of a model as a scope: inside it, operations are cast as its own policy says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.casts.context import CastContext
+from amp_patch.casts.patcher import Patcher
+from amp_patch.hooks import ModelHook
+
+
+class _EnterScope(ModelHook):
+    def __init__(self, context: CastContext, half_dtype: torch.dtype | None) -> None:
+        self.context = context
+        self.half_dtype = half_dtype
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.context.enter(module, self.half_dtype)
+
+
+class _LeaveScope(ModelHook):
+    def __init__(self, context: CastContext) -> None:
+        self.context = context
+
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.context.leave(module)
+
+
+def scope_model(
+    model: nn.Module, context: CastContext, half_dtype: torch.dtype | None, patcher: Patcher
+) -> None:
+    """Make every forward of `model` a scope with `half_dtype`; None suspends casts inside it.
+
+    The scope is the outermost thing around the forward: first to begin, and last to end, also when
+    the forward raises. Scripted modules take no such hooks and run in what holds outside.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        return
+    enter = model.register_forward_pre_hook(_EnterScope(context, half_dtype), prepend=True)
+    patcher.on_restore(enter.remove)
+    leave = model.register_forward_hook(_LeaveScope(context), always_call=True)
+    patcher.on_restore(leave.remove)

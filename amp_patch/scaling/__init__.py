@@ -1,0 +1,1 @@
+"""The loss scale, the gradients and the step."""

@@ -1,0 +1,177 @@
+"""The gradients of one optimizer from the first backward pass to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+import torch
+
+from amp_patch.errors import AmpError
+from amp_patch.scaling import gradients
+from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.weights.master_weights import ParamPair
+
+_Gradient = torch.Tensor | None
+
+
+class Stage(Enum):
+    """Where an optimizer is between two steps."""
+
+    READY = auto()  # gradients, if any, are unscaled
+    BACKWARD = auto()  # inside a scale_loss block
+    DELAYED = auto()  # the model's gradients are still scaled, by delay_unscale
+
+
+class GradientWindow:
+    """Keeps what was accumulated earlier apart from what the open block produces.
+
+    Gradients come to rest unscaled on the masters (on the parameters themselves where there are no
+    masters). Nothing here waits for the device, except `take_overflow` where a check was delayed.
+    """
+
+    def __init__(self) -> None:
+        self.stage = Stage.READY
+        self.has_overflow = False
+        self.unchecked: list[tuple[LossScaler, list[torch.Tensor]]] = []
+        self._pairs: list[ParamPair] = []
+        self._unscaled: list[_Gradient] = []  # of the masters, set aside
+        self._scaled: list[_Gradient] = []  # of the model, from earlier blocks with delay_unscale
+        self._scaler: LossScaler | None = None
+        self._stage_before = Stage.READY
+
+    def begin(self, pairs: Iterable[ParamPair], scaler: LossScaler) -> None:
+        """Enter a block: set the gradients that exist aside."""
+        if self.stage is Stage.BACKWARD:
+            raise AmpError(
+                "scale_loss: expected one block at a time for an optimizer, found one inside "
+                "another; add the losses, or leave the first block before entering the second"
+            )
+        if self.stage is Stage.READY:
+            self._pairs = list(pairs)
+            _refuse_stray_gradients(self._pairs)
+            self._unscaled = [pair.master.grad for pair in self._pairs]
+        elif scaler is not self._scaler:
+            raise AmpError(
+                "scale_loss: found gradients that another loss scaled (delay_unscale=True); "
+                "expected every block of a window to have the same loss_id, and the last one no "
+                "delay_unscale"
+            )
+        is_delayed = self.stage is Stage.DELAYED
+        self._scaled = [pair.model.grad if is_delayed else None for pair in self._pairs]
+        for pair in self._pairs:
+            pair.model.grad = pair.master.grad = None
+        self._scaler = scaler
+        self._stage_before, self.stage = self.stage, Stage.BACKWARD
+
+    def abandon(self) -> None:
+        """The block raised: put the gradients back as they were before it."""
+        was_delayed = self._stage_before is Stage.DELAYED
+        rows = zip(self._pairs, self._unscaled, self._scaled, strict=True)
+        for pair, unscaled, scaled in rows:
+            pair.model.grad = scaled
+            if not was_delayed:
+                pair.master.grad = unscaled
+        self.stage = self._stage_before
+
+    def delay(self) -> None:
+        """Leave the block with the model's gradients still scaled."""
+        fresh = [pair.model.grad for pair in self._pairs]
+        for pair, total in zip(self._pairs, _added(self._scaled, fresh), strict=True):
+            pair.model.grad = total
+        self.stage = Stage.DELAYED
+
+    def finish(self, scaler: LossScaler) -> list[torch.Tensor]:
+        """Leave the block with gradients unscaled. Returns the verdicts of the finite test.
+
+        With a scale that is always 1 nothing is divided or tested, and nothing is returned.
+        """
+        fresh = [pair.model.grad for pair in self._pairs]
+        scaled = _added(self._scaled, fresh)
+        unscaled = _to_masters(self._pairs, scaled)
+        present = [gradient for gradient in unscaled if gradient is not None]
+        found = [] if scaler.is_identity else gradients.unscale_(present, scaler.scale)
+        totals = _added(self._unscaled, unscaled)
+        for pair, total in zip(self._pairs, totals, strict=True):
+            if pair.has_master:
+                pair.model.grad = None
+            pair.master.grad = total
+        self._close()
+        return found
+
+    def take_unchecked(self) -> list[torch.Tensor]:
+        """The verdicts that earlier blocks left to this one."""
+        unchecked, self.unchecked = self.unchecked, []
+        return [verdict for _, found in unchecked for verdict in found]
+
+    def take_overflow(self) -> bool:
+        """Whether the step that follows must be skipped; forgotten by asking."""
+        for scaler, found in self.unchecked:
+            self.has_overflow |= scaler.update(gradients.any_found(found))
+        self.unchecked = []
+        has_overflow, self.has_overflow = self.has_overflow, False
+        return has_overflow
+
+    def zero(self) -> None:
+        """The user clears the gradients: forget what was set aside, and any overflow in it."""
+        self.has_overflow = False
+        self.unchecked = []
+        if self.stage is Stage.BACKWARD:
+            self._unscaled = [None] * len(self._pairs)
+            self._scaled = [None] * len(self._pairs)
+            self._stage_before = Stage.READY
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        self._pairs, self._unscaled, self._scaled, self._scaler = [], [], [], None
+        self.stage = Stage.READY
+
+
+def _refuse_stray_gradients(pairs: Iterable[ParamPair]) -> None:
+    for pair in pairs:
+        if pair.has_master and pair.model.grad is not None:
+            raise AmpError(stray_gradient_message("scale_loss"))
+
+
+def stray_gradient_message(caller: str) -> str:
+    """What to say where half weights have gradients that never reached their masters."""
+    return (
+        f"{caller}: found gradients on half weights that no scale_loss block produced; they have "
+        "not reached the FP32 master weights. Call backward inside `with amp.scale_loss(loss, "
+        "optimizer) as scaled_loss: scaled_loss.backward()`, or clear them with zero_grad()"
+    )
+
+
+def _to_masters(pairs: list[ParamPair], scaled: list[_Gradient]) -> list[_Gradient]:
+    """The gradients in FP32 where there is a master, copied in grouped calls; else as they are."""
+    moved = list(scaled)
+    targets, sources = [], []
+    for i, (pair, gradient) in enumerate(zip(pairs, scaled, strict=True)):
+        if gradient is None or not pair.has_master:
+            continue
+        if gradient.layout is torch.strided:
+            target = torch.empty_like(gradient, dtype=pair.master.dtype)
+            targets.append(target)
+            sources.append(gradient)
+        else:
+            target = gradient.to(pair.master.dtype)
+        moved[i] = target
+    gradients.copy_(targets, sources)
+    return moved
+
+
+def _added(totals: list[_Gradient], fresh: list[_Gradient]) -> list[_Gradient]:
+    """The sums, in place of `totals` where there are any."""
+    sums: list[_Gradient] = []
+    both: list[int] = []
+    addends: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for i, (total, gradient) in enumerate(zip(totals, fresh, strict=True)):
+        if total is not None and gradient is not None:
+            both.append(i)
+            addends.append((total, gradient))
+        sums.append(gradient if total is None else total)
+    added = gradients.accumulate_([one for one, _ in addends], [other for _, other in addends])
+    for i, total in zip(both, added, strict=True):
+        sums[i] = total
+    return sums

@@ -1,0 +1,95 @@
+"""The only arithmetic done on gradients: unscale and check, copy, accumulate, in grouped calls.
+
+Nothing here waits for the device: `unscale_` leaves its verdict in tensors, and `any_found` is the
+one function that reads them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+Gradients = Sequence[torch.Tensor]
+_Group = list[torch.Tensor]
+
+
+def unscale_(gradients: Gradients, scale: float) -> list[torch.Tensor]:
+    """Divide dense or sparse `gradients` by `scale` in place; test each element for inf and NaN.
+
+    Returns one 0-dim float32 tensor a device, 1.0 where a non-finite element was found. The test is
+    elementwise: gradients whose *sum* leaves the range are not an overflow.
+    """
+    found: dict[torch.device, torch.Tensor] = {}
+    inverse: dict[torch.device, torch.Tensor] = {}
+    for (device, _), group in _grouped(map(_values, gradients)).items():
+        if device not in found:
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+            inverse[device] = torch.tensor(1.0 / scale, dtype=torch.float32, device=device)
+        _unscale_group_(group, found[device], inverse[device])
+    return list(found.values())
+
+
+def any_found(found: Iterable[torch.Tensor]) -> bool:
+    """Whether any of the verdicts of `unscale_` says overflow. Synchronises once."""
+    verdicts = list(found)
+    if not verdicts:
+        return False
+    device = verdicts[0].device
+    return bool(torch.stack([verdict.to(device) for verdict in verdicts]).amax().item())
+
+
+def accumulate_(totals: Gradients, fresh: Gradients) -> list[torch.Tensor]:
+    """Add `fresh` to `totals`, in place where both are dense. Returns the sums."""
+    dense = [i for i, (a, b) in enumerate(zip(totals, fresh, strict=True)) if _are_dense(a, b)]
+    sums = list(totals)
+    for dtype_pair in _by_dtype(totals, fresh, dense):
+        torch._foreach_add_([totals[i] for i in dtype_pair], [fresh[i] for i in dtype_pair])
+    for i in set(range(len(sums))) - set(dense):
+        sums[i] = _sum(totals[i], fresh[i])
+    return sums
+
+
+def copy_(targets: Gradients, sources: Gradients) -> None:
+    """Write `sources` into dense `targets`, converting dtypes. Grouped by device and dtype."""
+    for pair in _by_dtype(targets, sources, range(len(targets))):
+        torch._foreach_copy_([targets[i] for i in pair], [sources[i] for i in pair])
+
+
+def _sum(total: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    if total.layout is not torch.strided and fresh.layout is torch.strided:
+        return fresh + total  # torch adds a sparse tensor to a dense one, not the other way round
+    return total + fresh
+
+
+def _are_dense(*tensors: torch.Tensor) -> bool:
+    return all(tensor.layout is torch.strided for tensor in tensors)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient._values()
+
+
+def _grouped(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], _Group]:
+    groups: dict[tuple[torch.device, torch.dtype], _Group] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return groups
+
+
+def _by_dtype(first: Gradients, second: Gradients, indices: Iterable[int]) -> list[list[int]]:
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for i in indices:
+        a, b = first[i], second[i]
+        groups[a.device, a.dtype, b.device, b.dtype].append(i)
+    return list(groups.values())
+
+
+def _unscale_group_(group: _Group, found: torch.Tensor, inverse: torch.Tensor) -> None:
+    if hasattr(torch, "_amp_foreach_non_finite_check_and_unscale_") and not group[0].is_complex():
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
+        return
+    for gradient in group:  # the fused kernel is private to torch and knows no complex numbers
+        found.copy_(torch.maximum(found, (~torch.isfinite(gradient)).any()))
+        gradient.mul_(inverse.to(gradient.dtype))

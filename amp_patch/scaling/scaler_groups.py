@@ -1,0 +1,100 @@
+"""The loss scalers of each `initialize` call, and their state by name."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from amp_patch.errors import AmpError, warn
+from amp_patch.policy import Policy
+from amp_patch.scaling.loss_scaler import LossScaler
+
+
+class ScalerGroup:
+    """The scalers of one call, one for each loss. Owned by its models and optimizers."""
+
+    def __init__(self, policy: Policy, num_losses: int, logs_overflows: bool) -> None:
+        self.logs_overflows = logs_overflows
+        self.scalers = tuple(_make_scaler(policy) for _ in range(num_losses))
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The scaler of `loss_id`."""
+        return _at(self.scalers, loss_id)
+
+
+class ScalerGroups:
+    """The groups that are still alive, the newest first, numbered through from `loss_scaler0`."""
+
+    def __init__(self) -> None:
+        self._groups: list[weakref.ref[ScalerGroup]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was never a group."""
+        return not self._groups
+
+    def add(self, group: ScalerGroup) -> None:
+        """Put `group` before the others."""
+        self._groups.insert(0, weakref.ref(group))
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._groups.clear()
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The scaler of `loss_id`, counted through all groups."""
+        return _at(self._scalers(), loss_id)
+
+    def state_dict(self) -> dict[str, dict[str, float | int]]:
+        """The state of every scaler, as `loss_scaler0`, `loss_scaler1`, ..."""
+        return {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self._scalers())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the scalers by name. All or nothing; names on one side only are reported."""
+        known = {f"loss_scaler{i}": scaler for i, scaler in enumerate(self._scalers())}
+        checked = {name: _checked(name, state[name]) for name in known if name in state}
+        missing, extra = known.keys() - state.keys(), state.keys() - known.keys()
+        if missing or extra:
+            warn(
+                "load_state_dict: the state does not match the losses of this run; missing "
+                f"{sorted(missing) or 'none'}, not used {sorted(map(str, extra)) or 'none'}"
+            )
+        for name, entry in checked.items():
+            known[name].load_state_dict(entry)
+
+    def _scalers(self) -> tuple[LossScaler, ...]:
+        if len(self._groups) > 1:
+            gc.collect()  # optimizers sit in cycles; those of a notebook's last run must not count
+            self._groups = [reference for reference in self._groups if reference() is not None]
+        groups = [group for group in (reference() for reference in self._groups) if group]
+        return tuple(scaler for group in groups for scaler in group.scalers)
+
+
+def _make_scaler(policy: Policy) -> LossScaler:
+    if policy.loss_scale == "dynamic":
+        return LossScaler.dynamic(min_scale=policy.min_loss_scale, max_scale=policy.max_loss_scale)
+    return LossScaler.static(policy.loss_scale)
+
+
+def _at(scalers: tuple[LossScaler, ...], loss_id: int) -> LossScaler:
+    if isinstance(loss_id, int) and 0 <= loss_id < len(scalers):
+        return scalers[loss_id]
+    raise AmpError(
+        f"loss_id: expected 0 to {len(scalers) - 1}, found {loss_id!r}; pass num_losses to "
+        "initialize"
+    )
+
+
+def _checked(name: str, entry: Any) -> dict[str, float | int]:
+    try:
+        state = {"loss_scale": float(entry["loss_scale"]), "unskipped": int(entry["unskipped"])}
+    except (TypeError, KeyError, ValueError):
+        state = {}
+    if not 0 < state.get("loss_scale", 0) < float("inf") or state["unskipped"] < 0:
+        raise AmpError(
+            f"load_state_dict: {name!r}: expected {{'loss_scale': a number above zero, "
+            f"'unskipped': a count}}, found {entry!r}; nothing was loaded"
+        )
+    return state

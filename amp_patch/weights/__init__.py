@@ -1,0 +1,1 @@
+"""Casts of the model itself, and the FP32 masters behind it."""

@@ -1,0 +1,184 @@
+"""FP32 master weights: which master belongs to which tensor of the model, kept true both ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_patch.scaling import gradients
+
+
+class CastTensor:
+    """What is remembered of one tensor of a model that was cast, without holding it."""
+
+    __slots__ = ("master", "original_dtype", "version")
+
+    def __init__(
+        self, master: torch.Tensor | None, original_dtype: torch.dtype, version: int
+    ) -> None:
+        self.master = master
+        self.original_dtype = original_dtype
+        self.version = version  # of the model's tensor when it last agreed with the master
+
+
+class ParamPair(NamedTuple):
+    """A parameter of the model and the one that the optimizer updates; one and the same if
+    there is no master.
+    """
+
+    model: torch.Tensor
+    master: torch.Tensor
+    cast: CastTensor | None = None
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates an FP32 copy."""
+        return self.master is not self.model
+
+
+class MasterWeights:
+    """The FP32 values behind the tensors of cast models.
+
+    Model tensors are held weakly: a master lives as long as its model's tensor or its optimizer.
+    A value that somebody writes into the model reaches the master (`refresh`): where rounding the
+    master still gives the model's value the master stands, elsewhere it takes the model's value.
+    """
+
+    def __init__(self) -> None:
+        self._casts: Any = WeakTensorKeyDictionary()  # model tensor -> CastTensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
+        return self.copied_for(list(self._casts), memo)
+
+    def copied_for(self, tensors: Iterable[torch.Tensor], memo: dict[int, Any]) -> MasterWeights:
+        """What is known of `tensors`, for their copies in the deep copy that `memo` belongs to."""
+        copied = MasterWeights()
+        for tensor in tensors:
+            known = self._casts.get(tensor)
+            if known is not None:
+                twin = copy.deepcopy(tensor, memo)
+                master = copy.deepcopy(known.master, memo)
+                copied._casts[twin] = CastTensor(master, known.original_dtype, twin._version)
+        return copied
+
+    def cast_(self, tensor: torch.Tensor, dtype: torch.dtype, keep_master: bool) -> None:
+        """Cast a tensor of a model in place, keeping what it was as its master if asked to.
+
+        The tensor stays the same object. An FP32 gradient goes to the master with it.
+        """
+        original, gradient = tensor.data, tensor.grad
+        master: torch.Tensor | None = None
+        if keep_master:
+            full = original.float()
+            is_weight = isinstance(tensor, Parameter)
+            master = Parameter(full, tensor.requires_grad) if is_weight else full
+        tensor.grad = None
+        tensor.data = original.to(dtype)
+        if gradient is not None and master is not None:
+            master.grad = gradient.float()
+        elif gradient is not None:
+            tensor.grad = gradient.to(dtype)
+        self._casts[tensor] = CastTensor(master, original.dtype, tensor._version)
+
+    def restore_(self, tensor: torch.Tensor) -> None:
+        """Undo `cast_`: the dtype is back, the value that of the master where there is one."""
+        known = self._casts.pop(tensor, None)
+        if known is None:
+            return
+        _refresh_(tensor, known)
+        master, gradient = known.master, tensor.grad
+        if master is not None and gradient is None:
+            gradient = master.grad
+        tensor.grad = None
+        full = tensor.data if master is None else master.data
+        tensor.data = full.to(known.original_dtype)
+        if gradient is not None:
+            tensor.grad = gradient.to(known.original_dtype)
+
+    def pair(self, parameter: torch.Tensor) -> ParamPair:
+        """`parameter` and its master, or `parameter` twice."""
+        known = self._casts.get(parameter)
+        if known is None or known.master is None:
+            return ParamPair(parameter, parameter)
+        return ParamPair(parameter, known.master, known)
+
+    def has_cast(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one that was cast."""
+        return tensor in self._casts
+
+    def original_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype that `tensor` had before it was cast; its own if it was not."""
+        known = self._casts.get(tensor)
+        return tensor.dtype if known is None else known.original_dtype
+
+    def ensure_master(self, parameter: torch.Tensor) -> None:
+        """Give a half `parameter` a master made from its present value, if it has none."""
+        if (
+            parameter.dtype not in (torch.float16, torch.bfloat16)
+            or self.pair(parameter).has_master
+        ):
+            return
+        original_dtype = self.original_dtype(parameter)
+        master = Parameter(parameter.detach().float(), parameter.requires_grad)
+        self._casts[parameter] = CastTensor(master, original_dtype, parameter._version)
+
+    def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value behind a cast tensor: its master, else a copy in its original dtype.
+
+        None for a tensor that was not cast.
+        """
+        known = self._casts.get(tensor)
+        if known is None:
+            return None
+        _refresh_(tensor, known)
+        if known.master is not None:
+            return known.master  # type: ignore[no-any-return]
+        return tensor.detach().to(known.original_dtype)
+
+    def set_master_(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Write `value` into the master of `tensor`, if it has one of this shape."""
+        known = self._casts.get(tensor)
+        if known is not None and known.master is not None and known.master.shape == value.shape:
+            with torch.no_grad():
+                known.master.copy_(value)
+
+    def refresh(self, pairs: Iterable[ParamPair]) -> None:
+        """Take over into the masters what was written into the model since they last agreed."""
+        for pair in pairs:
+            if pair.cast is not None:
+                _refresh_(pair.model, pair.cast)
+
+    def copy_to_model(self, pairs: Sequence[ParamPair]) -> None:
+        """Round the masters into the model. One grouped call for each device and dtype."""
+        with torch.no_grad():
+            gradients.copy_(
+                [pair.model for pair in pairs if pair.has_master],
+                [pair.master for pair in pairs if pair.has_master],
+            )
+        for model, _, cast in pairs:
+            if cast is not None:
+                cast.version = model._version
+
+    def undo_of(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+        """A function that restores `tensors`. It holds them weakly."""
+        known: Any = WeakTensorKeyDictionary(dict.fromkeys(tensors))
+
+        def restore() -> None:
+            for tensor in list(known):
+                self.restore_(tensor)
+
+        return restore
+
+
+@torch.no_grad()
+def _refresh_(tensor: torch.Tensor, known: CastTensor) -> None:
+    if known.master is None or tensor._version == known.version:
+        return
+    was_written = known.master.to(tensor.dtype) != tensor
+    known.master.copy_(torch.where(was_written, tensor.float(), known.master))
+    known.version = tensor._version
