@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_patch.errors import AmpError
 from amp_patch.policy import parse_bool, resolve_policy
-from amp_patch.scaling.scaled_loss import scaled_loss
+from amp_patch.scaling.scaled_loss import ScaledLoss
 from amp_patch.session import slot
 
 
@@ -151,7 +151,7 @@ def scale_loss(
     if not bindings:
         return nullcontext(loss)
     _check_loss(loss)
-    return scaled_loss(
+    return ScaledLoss(
         loss,
         bindings,
         bindings[0].group.scaler(loss_id),

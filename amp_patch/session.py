@@ -127,6 +127,10 @@ class Session:
         for model in models:
             record = _ModelRecord(policy, group)
             self._models[model] = record
+            # The casts of a model that is gone would keep its weights alive.
+            finalizer = weakref.finalize(model, self.context.cache.clear)
+            finalizer.atexit = False
+            record.patcher.on_restore(finalizer.detach)
             if policy.cast_model_type is not None:
                 cast_model(
                     model, policy.cast_model_type, policy, self._masters, optimized, record.patcher

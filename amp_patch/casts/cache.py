@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
+_MIN_PURGE = 256
+
 
 class _Entry(NamedTuple):
     source: weakref.ref[Parameter]
@@ -21,11 +23,13 @@ class CastCache:
 
     An entry serves a call only if the weight is the same object, neither its version counter nor
     its storage has moved, and the history of the cast fits the call: what was cast under `no_grad`
-    never serves a call that records gradients. Weights are held weakly. Not for activations.
+    never serves a call that records gradients. A cast with history keeps its weight alive through
+    the graph, so whoever owns models must `clear` when one of them goes. Not for activations.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self._purge_at = _MIN_PURGE
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,10 +60,15 @@ class CastCache:
         self._entries.clear()
 
     def _keep(self, weight: Parameter, cast: torch.Tensor) -> None:
-        key, entries = id(weight), self._entries
+        if len(self._entries) >= self._purge_at:
+            self._purge()
+        self._entries[id(weight)] = _Entry(
+            weakref.ref(weight), weight._version, weight.data_ptr(), cast
+        )
 
-        def forget(_: weakref.ref[Parameter]) -> None:
+    def _purge(self) -> None:
+        """Drop the casts of weights that are gone; so seldom that it costs nothing a cast."""
+        entries = self._entries
+        for key in [key for key, entry in list(entries.items()) if entry.source() is None]:
             entries.pop(key, None)
-
-        source = weakref.ref(weight, forget)
-        entries[key] = _Entry(source, weight._version, weight.data_ptr(), cast)
+        self._purge_at = max(2 * len(entries), _MIN_PURGE)

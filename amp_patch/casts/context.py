@@ -46,25 +46,34 @@ class CastContext:
             return self.cache.cast(tensor, dtype)
         return tensor.to(dtype)
 
+    def suspend(self) -> object:
+        """Switch casts off on this thread. Returns what `restore` takes to put it back."""
+        before = self._scope.get()
+        self._scope.set(_Scope(None, True, None, before))
+        return before
+
+    def restore(self, before: Any) -> None:
+        """End a suspension."""
+        self._scope.set(before)
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """No casts inside, on this thread. Nests; left as it was found, also by an exception."""
-        before = self._scope.get()
-        self._scope.set(_Scope(None, True, None, before))
+        before = self.suspend()
         try:
             yield
         finally:
-            self._scope.set(before)
+            self.restore(before)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """Inside a suspension: as it was before that (for a closure within a step)."""
-        before = self._scope.get()
-        self._scope.set(before.outer if before is not None else None)
+        inside = self._scope.get()
+        self.restore(None if inside is None else inside.outer)
         try:
             yield
         finally:
-            self._scope.set(before)
+            self.restore(inside)
 
     def enter(self, owner: object, half_dtype: torch.dtype | None) -> None:
         """Begin the scope of `owner`, a model in forward. A user's suspension stays in force."""

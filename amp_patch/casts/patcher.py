@@ -35,7 +35,7 @@ class Patcher:
         self._undo.callback(callback)
 
     def restore(self) -> None:
-        """Undo everything. A second call does nothing; one failing undo does not stop the others."""
+        """Undo everything, also past an undo that fails. A second call does nothing."""
         self._undo.close()
 
 
@@ -44,7 +44,7 @@ def _put_back(reference: weakref.ref[Any], name: str, new: Any, previous: Any) -
     if owner is None:
         return
     if vars(owner).get(name, _INHERITED) is not new:
-        logger.debug("%r.%s was replaced by others since; left alone", owner, name)
+        logger.debug("%r.%s has another owner by now; left alone", owner, name)
     elif previous is _INHERITED:
         delattr(owner, name)
     else:

@@ -35,7 +35,7 @@ class GradientWindow:
         self.has_overflow = False
         self.unchecked: list[tuple[LossScaler, list[torch.Tensor]]] = []
         self._pairs: list[ParamPair] = []
-        self._unscaled: list[_Gradient] = []  # of the masters, set aside
+        self._unscaled: list[_Gradient] = []  # of the masters, set aside; empty if none had any
         self._scaled: list[_Gradient] = []  # of the model, from earlier blocks with delay_unscale
         self._scaler: LossScaler | None = None
         self._stage_before = Stage.READY
@@ -47,39 +47,40 @@ class GradientWindow:
                 "scale_loss: expected one block at a time for an optimizer, found one inside "
                 "another; add the losses, or leave the first block before entering the second"
             )
-        if self.stage is Stage.READY:
+        is_delayed = self.stage is Stage.DELAYED
+        if not is_delayed:
             self._pairs = list(pairs)
             _refuse_stray_gradients(self._pairs)
-            self._unscaled = [pair.master.grad for pair in self._pairs]
+            self._unscaled = _taken([pair.master for pair in self._pairs])
         elif scaler is not self._scaler:
             raise AmpError(
                 "scale_loss: found gradients that another loss scaled (delay_unscale=True); "
                 "expected every block of a window to have the same loss_id, and the last one no "
                 "delay_unscale"
             )
-        is_delayed = self.stage is Stage.DELAYED
-        self._scaled = [pair.model.grad if is_delayed else None for pair in self._pairs]
-        for pair in self._pairs:
-            pair.model.grad = pair.master.grad = None
+        else:
+            self._scaled = _taken([pair.model for pair in self._pairs])
         self._scaler = scaler
         self._stage_before, self.stage = self.stage, Stage.BACKWARD
 
     def abandon(self) -> None:
         """The block raised: put the gradients back as they were before it."""
         was_delayed = self._stage_before is Stage.DELAYED
-        rows = zip(self._pairs, self._unscaled, self._scaled, strict=True)
-        for pair, unscaled, scaled in rows:
-            pair.model.grad = scaled
-            if not was_delayed:
-                pair.master.grad = unscaled
-        self.stage = self._stage_before
+        for pair in self._pairs:
+            pair.model.grad = None
+        if was_delayed:
+            _put([pair.model for pair in self._pairs], self._scaled)
+            self.stage, self._scaled = Stage.DELAYED, []
+        else:
+            _put([pair.master for pair in self._pairs], self._unscaled)
+            self._close()
 
     def delay(self) -> None:
         """Leave the block with the model's gradients still scaled."""
-        fresh = [pair.model.grad for pair in self._pairs]
-        for pair, total in zip(self._pairs, _added(self._scaled, fresh), strict=True):
-            pair.model.grad = total
-        self.stage = Stage.DELAYED
+        models = [pair.model for pair in self._pairs]
+        if self._scaled:
+            _put(models, _added(self._scaled, [model.grad for model in models]))
+        self.stage, self._scaled = Stage.DELAYED, []
 
     def finish(self, scaler: LossScaler) -> list[torch.Tensor]:
         """Leave the block with gradients unscaled. Returns the verdicts of the finite test.
@@ -87,15 +88,15 @@ class GradientWindow:
         With a scale that is always 1 nothing is divided or tested, and nothing is returned.
         """
         fresh = [pair.model.grad for pair in self._pairs]
-        scaled = _added(self._scaled, fresh)
+        scaled = _added(self._scaled, fresh) if self._scaled else fresh
         unscaled = _to_masters(self._pairs, scaled)
         present = [gradient for gradient in unscaled if gradient is not None]
         found = [] if scaler.is_identity else gradients.unscale_(present, scaler.scale)
-        totals = _added(self._unscaled, unscaled)
-        for pair, total in zip(self._pairs, totals, strict=True):
-            if pair.has_master:
+        totals = _added(self._unscaled, unscaled) if self._unscaled else unscaled
+        if totals is not fresh:  # else they are where they belong
+            for pair, total in zip(self._pairs, totals, strict=True):
                 pair.model.grad = None
-            pair.master.grad = total
+                pair.master.grad = total
         self._close()
         return found
 
@@ -117,8 +118,7 @@ class GradientWindow:
         self.has_overflow = False
         self.unchecked = []
         if self.stage is Stage.BACKWARD:
-            self._unscaled = [None] * len(self._pairs)
-            self._scaled = [None] * len(self._pairs)
+            self._unscaled, self._scaled = [], []
             self._stage_before = Stage.READY
         else:
             self._close()
@@ -143,8 +143,25 @@ def stray_gradient_message(caller: str) -> str:
     )
 
 
+def _taken(tensors: list[torch.Tensor]) -> list[_Gradient]:
+    """The gradients of `tensors`, which have none afterwards; an empty list if none had any."""
+    taken = [tensor.grad for tensor in tensors]
+    if all(gradient is None for gradient in taken):
+        return []
+    for tensor in tensors:
+        tensor.grad = None
+    return taken
+
+
+def _put(tensors: list[torch.Tensor], taken: list[_Gradient]) -> None:
+    for tensor, gradient in zip(tensors, taken, strict=False):  # `taken` may be empty
+        tensor.grad = gradient
+
+
 def _to_masters(pairs: list[ParamPair], scaled: list[_Gradient]) -> list[_Gradient]:
     """The gradients in FP32 where there is a master, copied in grouped calls; else as they are."""
+    if not any(pair.has_master for pair in pairs):
+        return scaled
     moved = list(scaled)
     targets, sources = [], []
     for i, (pair, gradient) in enumerate(zip(pairs, scaled, strict=True)):

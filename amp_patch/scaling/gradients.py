@@ -34,8 +34,8 @@ def unscale_(gradients: Gradients, scale: float) -> list[torch.Tensor]:
 def any_found(found: Iterable[torch.Tensor]) -> bool:
     """Whether any of the verdicts of `unscale_` says overflow. Synchronises once."""
     verdicts = list(found)
-    if not verdicts:
-        return False
+    if len(verdicts) < 2:
+        return any(bool(verdict.item()) for verdict in verdicts)
     device = verdicts[0].device
     return bool(torch.stack([verdict.to(device) for verdict in verdicts]).amax().item())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Container, Sequence
@@ -45,6 +46,7 @@ class OptimizerBinding:
         self._context = context
         self._patcher = Patcher()
         self._mastered: dict[int, ParamPair] = {}  # by the id of the master
+        self._known: tuple[list[torch.Tensor], list[ParamPair]] = ([], [])
         self._is_bound = True
         try:
             self._bind(optimizer)
@@ -72,24 +74,27 @@ class OptimizerBinding:
         if optimizer is None:
             return []
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return [mastered.get(id(p)) or ParamPair(p, p) for p in parameters]
+        known, pairs = self._known
+        if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
+            pairs = [mastered.get(id(p)) or ParamPair(p, p) for p in parameters]
+            self._known = (parameters, pairs)
+        return pairs
 
-    def before_backward(self, scaler: LossScaler, claimed: set[int]) -> None:
+    def before_backward(self, scaler: LossScaler, claimed: Container[int]) -> None:
         """Enter a scale_loss block.
 
-        `claimed` has the ids of the parameters that another optimizer of the block handles already.
+        `claimed` has the ids of parameters that another optimizer of the block handles already.
         At a scale that is always 1, parameters without a master are left alone.
         """
         if scaler.is_identity and not self._mastered:
             pairs: list[ParamPair] = []
         else:
-            pairs = [
-                pair
-                for pair in self.pairs()
-                if id(pair.master) not in claimed and (pair.has_master or not scaler.is_identity)
-            ]
+            pairs = self.pairs()
+        if scaler.is_identity:
+            pairs = [pair for pair in pairs if pair.has_master]
+        if claimed:
+            pairs = [pair for pair in pairs if id(pair.master) not in claimed]
         self.window.begin(pairs, scaler)
-        claimed.update(id(pair.master) for pair in pairs)
 
     def _bind(self, optimizer: Any) -> None:
         self._patcher.on_restore(self._unpair)
@@ -140,11 +145,13 @@ class OptimizerBinding:
         pairs = self.pairs() if self._mastered else []
         self._refuse_stray_gradients(pairs)
         self._masters.refresh(pairs)
+        casts = self._context.suspend()
         try:
-            with self._context.suspended():
-                return original(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
-            self._masters.copy_to_model(pairs)
+            self._context.restore(casts)
+            if pairs:
+                self._masters.copy_to_model(pairs)
             for pair in pairs:
                 if pair.has_master:
                     pair.master.grad = None
@@ -167,15 +174,14 @@ class OptimizerBinding:
             pair.model.grad = pair.master.grad = None
         optimizer = self.optimizer
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            optimizer._opt_called = (
-                True  # what torch's schedulers read, lest they warn of the order
-            )
+            # Lest torch's schedulers warn of the order of calls.
+            optimizer._opt_called = True  # noqa: SLF001
         self._context.cache.clear()
 
     def zero(self) -> None:
         """The user cleared the masters' gradients: clear the model's, and what was set aside."""
         self.window.zero()
-        for pair in self.pairs():
+        for pair in self.pairs() if self._mastered else ():
             if pair.has_master:
                 pair.model.grad = None
         self._context.cache.clear()

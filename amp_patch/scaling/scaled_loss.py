@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -17,40 +16,69 @@ from amp_patch.scaling.optimizer_binding import OptimizerBinding
 logger = logging.getLogger("amp_patch")
 
 
-@contextmanager
-def scaled_loss(
-    loss: torch.Tensor,
-    bindings: Sequence[OptimizerBinding],
-    scaler: LossScaler,
-    cache: CastCache,
-    *,
-    delay_unscale: bool,
-    delay_overflow_check: bool,
-) -> Iterator[torch.Tensor]:
-    """Yield `loss` scaled; leave the gradients of `bindings` unscaled and checked.
+class ScaledLoss:
+    """Context manager: gives `loss` scaled; leaves gradients of `bindings` unscaled and checked.
 
     All of `bindings` skip their next step together. If the body raises, their gradients are what
     they were. `cache` is empty afterwards. Synchronises once, where a check is made.
     """
-    opened: list[OptimizerBinding] = []
-    claimed: set[int] = set()
-    try:
-        for binding in bindings:
-            binding.before_backward(scaler, claimed)
-            opened.append(binding)
-        yield _scaled(loss, scaler)
-    except BaseException:
-        for binding in opened:
-            binding.window.abandon()
-        raise
-    else:
-        if delay_unscale and not scaler.is_identity:
-            for binding in bindings:
-                binding.window.delay()
-        else:
-            _unscale(bindings, scaler, delay_overflow_check)
-    finally:
-        cache.clear()
+
+    __slots__ = (
+        "_bindings",
+        "_cache",
+        "_delay_overflow_check",
+        "_delay_unscale",
+        "_loss",
+        "_scaler",
+    )
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        bindings: Sequence[OptimizerBinding],
+        scaler: LossScaler,
+        cache: CastCache,
+        *,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        self._loss = loss
+        self._bindings = bindings
+        self._scaler = scaler
+        self._cache = cache
+        self._delay_unscale = delay_unscale and not scaler.is_identity
+        self._delay_overflow_check = delay_overflow_check
+
+    def __enter__(self) -> torch.Tensor:
+        claimed: set[int] = set()
+        opened: list[OptimizerBinding] = []
+        try:
+            for binding in self._bindings:
+                binding.before_backward(self._scaler, claimed)
+                opened.append(binding)
+                if len(self._bindings) > 1:
+                    claimed.update(id(pair.master) for pair in binding.pairs())
+            return _scaled(self._loss, self._scaler)
+        except BaseException:
+            _abandon(opened)
+            raise
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is not None:
+                _abandon(self._bindings)
+            elif self._delay_unscale:
+                for binding in self._bindings:
+                    binding.window.delay()
+            else:
+                _unscale(self._bindings, self._scaler, self._delay_overflow_check)
+        finally:
+            self._cache.clear()
+
+
+def _abandon(bindings: Sequence[OptimizerBinding]) -> None:
+    for binding in bindings:
+        binding.window.abandon()
 
 
 def _scaled(loss: torch.Tensor, scaler: LossScaler) -> torch.Tensor:
