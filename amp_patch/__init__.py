@@ -3,33 +3,45 @@
 from amp_patch.api import (
     clear_cache,
     disable_casts,
+    full_precision,
+    grad,
     initialize,
-    load_state_dict,
-    loss_scale,
     master_params,
     scale_loss,
-    state_dict,
-    step_was_skipped,
     uninitialize,
 )
 from amp_patch.errors import AmpError, AmpWarning
 from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.scaling.loss_scaler import DynamicLossScale
+from amp_patch.state import (
+    load_state_dict,
+    loss_scale,
+    model_state_dict,
+    state_dict,
+    step_was_skipped,
+    step_will_be_skipped,
+)
 from amp_patch.version import __version__
 
 __all__ = [
     "OPT_LEVELS",
     "AmpError",
     "AmpWarning",
+    "DynamicLossScale",
     "Policy",
     "__version__",
     "clear_cache",
     "disable_casts",
+    "full_precision",
+    "grad",
     "initialize",
     "load_state_dict",
     "loss_scale",
     "master_params",
+    "model_state_dict",
     "scale_loss",
     "state_dict",
     "step_was_skipped",
+    "step_will_be_skipped",
     "uninitialize",
 ]

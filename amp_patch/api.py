@@ -1,18 +1,28 @@
-"""The public functions: thin, and the one place where one object or a list of them may come."""
+"""The public functions that change what training does: thin, over the session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from amp_patch.errors import AmpError
-from amp_patch.policy import parse_bool, resolve_policy
+from amp_patch.arguments import (
+    as_list,
+    check_count,
+    check_loss,
+    checked_models,
+    checked_names,
+    checked_optimizers,
+)
+from amp_patch.errors import AmpError, warn
+from amp_patch.parsing import parse_bool
+from amp_patch.policy import resolve_policy
 from amp_patch.scaling.scaled_loss import ScaledLoss
-from amp_patch.session import slot
+from amp_patch.session import Setup, slot
+from amp_patch.weights.exclusions import check_selectors
 
 
 def initialize(
@@ -32,6 +42,11 @@ def initialize(
     max_loss_scale: Any = 2.0**24,
     *,
     half_dtype: Any = None,
+    keep_fp32: Any = (),
+    keep_inputs: Any = (),
+    overflow_drops: Any = None,
+    skip_together: Any = None,
+    sync_overflow: Any = None,
 ) -> Any:
     """Make a training script mixed precision. Call it once, after building model and optimizer.
 
@@ -48,13 +63,21 @@ def initialize(
         patch_torch_functions: casts around operations, as O1 has them.
         keep_batchnorm_fp32: whether BatchNorm keeps FP32 weights and statistics.
         master_weights: whether the optimizer updates FP32 copies of half weights.
-        loss_scale: "dynamic" or a number.
+        loss_scale: "dynamic", a number, a `DynamicLossScale`, or a list of these, one a loss.
         cast_model_outputs: the dtype of what the forward of the models returns.
         num_losses: how many losses will have a `loss_id`, and a loss scale, of their own.
         verbosity: 0 logs nothing; 1 logs to `logging.getLogger("amp_patch")`.
         min_loss_scale: the floor of a dynamic scale; 1.0 unless given, may be below 1.
         max_loss_scale: its ceiling.
         half_dtype: `torch.float16` or `torch.bfloat16` in place of the level's own.
+        keep_fp32: what of a cast model stays in FP32: modules, types of modules, or patterns of
+            paths ("head", "decoder.*", "*.position_table"), one or a list.
+        keep_inputs: names of arguments of the models' forward that are not cast.
+        overflow_drops: what an overflow in one of several blocks before a step drops: the whole
+            "window", or only its own "micro_batch", for which the others then stand.
+        skip_together: whether all optimizers given to one `scale_loss` skip together (the default),
+            or each by its own gradients.
+        sync_overflow: whether the ranks of `torch.distributed` agree on an overflow (the default).
 
     None leaves a property to the level. Properties may be strings from a command line ("True",
     "128.0", "dynamic"). A second call with other objects adds them; with the same objects and
@@ -73,8 +96,8 @@ def initialize(
         (torch.float16, torch.float32)
         >>> uninitialize()
     """
-    model_list = _checked_models(models)
-    optimizer_list = _checked_optimizers(optimizers)
+    model_list = checked_models(models)
+    optimizer_list = checked_optimizers(optimizers)
     if parse_bool("enabled", enabled) is False:
         slot.open().leave_alone(optimizer_list)
         return models if optimizers is None else (models, optimizers)
@@ -89,12 +112,22 @@ def initialize(
         cast_model_outputs=cast_model_outputs,
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
+        overflow_drops=overflow_drops,
+        skip_together=skip_together,
+        sync_overflow=sync_overflow,
     )
-    _check_count("num_losses", num_losses, minimum=1)
-    _check_count("verbosity", verbosity, minimum=0)
+    check_count("num_losses", num_losses, minimum=1)
+    check_count("verbosity", verbosity, minimum=0)
+    setup = Setup(
+        policy,
+        num_losses,
+        check_selectors("keep_fp32", keep_fp32),
+        checked_names("keep_inputs", keep_inputs),
+        verbosity > 0,
+    )
     is_first = slot.session is None
     try:
-        slot.open().add(model_list, optimizer_list, policy, num_losses, verbosity)
+        slot.open().add(model_list, optimizer_list, setup)
     except BaseException:
         if is_first:
             slot.close()
@@ -144,13 +177,13 @@ def scale_loss(
     Synchronises with the device once, at the end of the block, if a check is made.
     """
     session = slot.require("scale_loss")
-    found = [session.binding_of(one, "scale_loss") for one in _as_list(optimizers)]
+    found = [session.binding_of(one, "scale_loss") for one in as_list(optimizers)]
     bindings = [binding for binding in found if binding is not None]
     if not found and not session.is_idle:
         raise AmpError("scale_loss: expected at least one optimizer, found an empty list")
     if not bindings:
         return nullcontext(loss)
-    _check_loss(loss)
+    check_loss(loss)
     return ScaledLoss(
         loss,
         bindings,
@@ -165,33 +198,57 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """The parameters that `optimizer` updates: FP32 masters at O2 and O5, else the model's own.
 
     For clipping, between `scale_loss` and `step`:
-    `torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`.
+    `torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`. Warns where gradients
+    are still multiplied by the loss scale.
     """
-    slot.require("master_params").binding_of(optimizer, "master_params")
+    binding = slot.require("master_params").binding_of(optimizer, "master_params")
+    if binding is not None and binding.window.is_scaled:
+        warn(
+            "master_params: the gradients are still multiplied by the loss scale; clip after the "
+            "scale_loss block, the last one of a window with delay_unscale=True"
+        )
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def state_dict() -> dict[str, dict[str, float | int]]:
-    """The loss scales, to save beside model and optimizer: plain numbers.
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    *,
+    loss_id: int = 0,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` with the loss scale inside: scaled on the way, unscaled in the result.
 
-    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; the scalers of the newest
-    `initialize` call come first. Empty with `enabled=False`.
+    For gradient penalties. The outputs are multiplied by the loss scale of `loss_id` in FP32, so
+    that small gradients survive half precision, and the results are in FP32 (float64 stays) and
+    divided by it. With `create_graph=True` the results can be differentiated again. A gradient that
+    overflows comes back as inf or NaN, and so does the penalty: `scale_loss` then skips the step.
+    Does not synchronise.
     """
-    return slot.require("state_dict").scalers.state_dict()
+    session = slot.require("grad")
+    scale = 1.0 if session.is_idle else session.scalers.scaler(loss_id).scale
+    scaled = [_widened(output) * scale for output in as_list(outputs)]
+    found = torch.autograd.grad(
+        scaled, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused
+    )
+    return tuple(None if one is None else _widened(one) / scale for one in found)
 
 
-def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Set the loss scales from what `state_dict` gave, matched by name, all or nothing.
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, `model` holds its FP32 values and runs in FP32: to evaluate, export or average.
 
-    Names that exist on one side only are reported in an `AmpWarning`. Raises AmpError, and loads
-    nothing, where an entry is malformed.
+    At O2 and O5 the masters are put into the model's parameters, the same objects, and what is
+    written into them meanwhile is kept; at the end the model is half again. At O1 and O4 casts are
+    off inside. Do not train inside. Gradients of the model are dropped.
     """
-    session = slot.require("load_state_dict")
-    if not isinstance(state, Mapping):
-        raise AmpError(f"load_state_dict: expected a dict, found {state!r}")
-    if not session.is_idle:
-        session.scalers.load_state_dict(state)
+    session = slot.require("full_precision")
+    with nullcontext() if session.is_idle else session.full_precision(model, "full_precision"):
+        yield model
 
 
 @contextmanager
@@ -206,21 +263,6 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
-def loss_scale(loss_id: int = 0) -> float:
-    """The present loss scale of `loss_id`; 1.0 with `enabled=False`. Does not synchronise."""
-    session = slot.require("loss_scale")
-    return 1.0 if session.is_idle else session.scalers.scaler(loss_id).scale
-
-
-def step_was_skipped(optimizer: Any) -> bool:
-    """Whether the last `step` of `optimizer` was skipped because of an overflow.
-
-    Hold a per-step schedule with it: `if not amp.step_was_skipped(optimizer): scheduler.step()`.
-    """
-    binding = slot.require("step_was_skipped").binding_of(optimizer, "step_was_skipped")
-    return binding is not None and binding.step_was_skipped
-
-
 def clear_cache() -> None:
     """Forget all cached casts, after weights were written in a way that torch does not count.
 
@@ -230,53 +272,5 @@ def clear_cache() -> None:
         slot.session.context.cache.clear()
 
 
-def _as_list(one_or_many: Any) -> list[Any]:
-    return list(one_or_many) if isinstance(one_or_many, (list, tuple)) else [one_or_many]
-
-
-def _checked_models(models: Any) -> list[nn.Module]:
-    found = _as_list(models)
-    for model in found:
-        if not isinstance(model, nn.Module):
-            raise AmpError(
-                f"models: expected a torch.nn.Module or a list of them, found {_described(model)}"
-            )
-    _refuse_duplicates("models", found)
-    return found
-
-
-def _checked_optimizers(optimizers: Any) -> list[Any]:
-    found = [] if optimizers is None else _as_list(optimizers)
-    for optimizer in found:
-        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
-            raise AmpError(
-                "optimizers: expected an optimizer (with param_groups and step), a list of them or "
-                f"None, found {_described(optimizer)}"
-            )
-    _refuse_duplicates("optimizers", found)
-    return found
-
-
-def _refuse_duplicates(name: str, objects: list[Any]) -> None:
-    if len({id(one) for one in objects}) < len(objects):
-        raise AmpError(f"{name}: expected different objects, found one of them twice")
-
-
-def _check_count(name: str, value: Any, minimum: int) -> None:
-    if not isinstance(value, int) or value < minimum:
-        raise AmpError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
-        raise AmpError(f"loss: expected a floating-point tensor, found {_described(loss)}")
-    if not loss.requires_grad:
-        raise AmpError(
-            "loss: expected a tensor that requires grad, found one without history; was it "
-            "computed under no_grad, detached, or from frozen parameters only?"
-        )
-
-
-def _described(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.float()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import warnings
 from pathlib import Path
 
-import torch
-
+_TORCH = importlib.util.find_spec("torch")
 _NOT_THE_USER = (
     str(Path(__file__).parent),
-    str(Path(torch.__file__).parent),
     str(contextlib.__file__),
+    *(_TORCH.submodule_search_locations or () if _TORCH is not None else ()),
 )
 
 

@@ -1,39 +1,23 @@
-"""What an opt level means. The only parser of strings: levels, "dynamic", "True", "128.0"."""
+"""What an opt level means."""
 
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from amp_patch.errors import AmpError
+from amp_patch.parsing import Scale, parse_bool, parse_dtype, parse_number, parse_scale
 
-Scale = float | Literal["dynamic"]
+OverflowDrops = Literal["window", "micro_batch"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 CASTABLE = frozenset({torch.float32, *HALF_DTYPES})
 """The dtypes that take part in casts. float64, complex and integer tensors never do."""
 DEFAULT_MIN_LOSS_SCALE = 1.0
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
-
-_DTYPES = {
-    f"{prefix}{name}": dtype
-    for prefix in ("", "torch.")
-    for name, dtype in {
-        "float16": torch.float16,
-        "half": torch.float16,
-        "fp16": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "bf16": torch.bfloat16,
-        "float32": torch.float32,
-        "float": torch.float32,
-        "fp32": torch.float32,
-    }.items()
-}
-_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +42,9 @@ class Policy:
     cast_model_outputs: torch.dtype | None = None
     min_loss_scale: float = DEFAULT_MIN_LOSS_SCALE
     max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
+    overflow_drops: OverflowDrops = "window"
+    skip_together: bool = True
+    sync_overflow: bool = True
 
     def __post_init__(self) -> None:
         conflicts = self._conflicts()
@@ -68,11 +55,6 @@ class Policy:
     def casts_model(self) -> bool:
         """Whether weights and inputs of the model are cast."""
         return self.cast_model_type is not None
-
-    @property
-    def is_scale_dynamic(self) -> bool:
-        """Whether the loss scale adapts to overflows."""
-        return self.loss_scale == "dynamic"
 
     def _conflicts(self) -> list[str]:
         """What contradicts itself in the combination, a sentence each."""
@@ -92,6 +74,10 @@ class Policy:
             found.append(
                 "keep_batchnorm_fp32=False needs a model that is cast, and here BatchNorm stays "
                 "FP32 with the rest of it; drop keep_batchnorm_fp32 or use 'O2' or 'O3'"
+            )
+        if self.overflow_drops not in get_args(OverflowDrops):
+            found.append(
+                f"overflow_drops: expected 'window' or 'micro_batch', found {self.overflow_drops!r}"
             )
         if self.min_loss_scale > self.max_loss_scale:
             found.append(
@@ -151,6 +137,9 @@ def resolve_policy(
     cast_model_outputs: object = None,
     min_loss_scale: object = None,
     max_loss_scale: object = None,
+    overflow_drops: object = None,
+    skip_together: object = None,
+    sync_overflow: object = None,
 ) -> Policy:
     """The `Policy` of `opt_level` with the given properties in place of the level's own.
 
@@ -194,6 +183,9 @@ def resolve_policy(
         "cast_model_outputs": parse_dtype("cast_model_outputs", cast_model_outputs),
         "min_loss_scale": parse_number("min_loss_scale", min_loss_scale),
         "max_loss_scale": parse_number("max_loss_scale", max_loss_scale),
+        "overflow_drops": overflow_drops,
+        "skip_together": parse_bool("skip_together", skip_together),
+        "sync_overflow": parse_bool("sync_overflow", sync_overflow),
     }
     overrides.update({name: value for name, value in given.items() if value is not None})
     if "max_loss_scale" in overrides and given["min_loss_scale"] is None:
@@ -212,56 +204,6 @@ def parse_opt_level(value: object) -> str:
     raise AmpError(f"opt_level: expected one of {', '.join(OPT_LEVELS)}, found {value!r}; {hint}")
 
 
-def parse_bool(name: str, value: object) -> bool | None:
-    """True, False or None, also from strings such as "True"."""
-    if value is None or isinstance(value, bool):
-        return value
-    if _is_blank(value):
-        return None
-    if isinstance(value, str) and value.strip().lower() in _BOOLEANS:
-        return _BOOLEANS[value.strip().lower()]
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    raise AmpError(f"{name}: expected True, False or None, found {value!r}")
-
-
-def parse_dtype(name: str, value: object) -> torch.dtype | None:
-    """A floating dtype of at most 32 bits or None, also from strings such as "float16"."""
-    if value is None or _is_blank(value):
-        return None
-    found = _DTYPES.get(value.strip().lower()) if isinstance(value, str) else value
-    if isinstance(found, torch.dtype) and found in _DTYPES.values():
-        return found
-    raise AmpError(
-        f"{name}: expected torch.float16, torch.bfloat16, torch.float32 or None, found {value!r}"
-    )
-
-
-def parse_number(name: str, value: object) -> float | None:
-    """A finite number above zero or None, also from a string."""
-    if value is None or _is_blank(value):
-        return None
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise AmpError(f"{name}: expected a finite number above zero, found {value!r}")
-    return number
-
-
-def parse_scale(name: str, value: object) -> Scale | None:
-    """A finite number above zero, "dynamic" or None."""
-    if isinstance(value, str) and value.strip().lower() == "dynamic":
-        return "dynamic"
-    try:
-        return parse_number(name, value)
-    except AmpError:
-        raise AmpError(
-            f"{name}: expected 'dynamic' or a finite number above zero, found {value!r}"
-        ) from None
-
-
 def _parse_model_type(value: object) -> tuple[torch.dtype | None, bool]:
     """The dtype asked for, and whether the cast of the model was switched off (False or FP32)."""
     if value is False or (isinstance(value, str) and value.strip().lower() == "false"):
@@ -270,7 +212,3 @@ def _parse_model_type(value: object) -> tuple[torch.dtype | None, bool]:
     if dtype is torch.float32:
         return None, True
     return dtype, False
-
-
-def _is_blank(value: object) -> bool:
-    return isinstance(value, str) and value.strip().lower() in ("", "none")

@@ -37,8 +37,16 @@ class GradientWindow:
         self._pairs: list[ParamPair] = []
         self._unscaled: list[_Gradient] = []  # of the masters, set aside; empty if none had any
         self._scaled: list[_Gradient] = []  # of the model, from earlier blocks with delay_unscale
+        self._fresh: list[_Gradient] = []  # of the block, unscaled
+        self._kept = 0  # blocks of this window whose gradients were kept
+        self._dropped = 0  # and dropped
         self._scaler: LossScaler | None = None
         self._stage_before = Stage.READY
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradients that a user finds are multiplied by the loss scale."""
+        return self.stage is not Stage.READY and bool(self._pairs)
 
     def begin(self, pairs: Iterable[ParamPair], scaler: LossScaler) -> None:
         """Enter a block: set the gradients that exist aside."""
@@ -82,23 +90,46 @@ class GradientWindow:
             _put(models, _added(self._scaled, [model.grad for model in models]))
         self.stage, self._scaled = Stage.DELAYED, []
 
-    def finish(self, scaler: LossScaler) -> list[torch.Tensor]:
-        """Leave the block with gradients unscaled. Returns the verdicts of the finite test.
+    def unscale(self, scaler: LossScaler) -> list[torch.Tensor]:
+        """Unscale what the block produced. Returns the verdicts of the finite test.
 
         With a scale that is always 1 nothing is divided or tested, and nothing is returned.
         """
-        fresh = [pair.model.grad for pair in self._pairs]
-        scaled = _added(self._scaled, fresh) if self._scaled else fresh
-        unscaled = _to_masters(self._pairs, scaled)
-        present = [gradient for gradient in unscaled if gradient is not None]
-        found = [] if scaler.is_identity else gradients.unscale_(present, scaler.scale)
-        totals = _added(self._unscaled, unscaled) if self._unscaled else unscaled
-        if totals is not fresh:  # else they are where they belong
-            for pair, total in zip(self._pairs, totals, strict=True):
+        produced = [pair.model.grad for pair in self._pairs]
+        scaled = _added(self._scaled, produced) if self._scaled else produced
+        self._fresh = _to_masters(self._pairs, scaled)
+        if scaler.is_identity:
+            return []
+        present = [gradient for gradient in self._fresh if gradient is not None]
+        return gradients.unscale_(present, scaler.scale)
+
+    def fresh(self) -> list[tuple[ParamPair, torch.Tensor]]:
+        """The unscaled gradients of the block, before they are settled."""
+        rows = zip(self._pairs, self._fresh, strict=True)
+        return [(pair, gradient) for pair, gradient in rows if gradient is not None]
+
+    def settle(self, *, keep: bool) -> None:
+        """Leave the block: add its gradients to the earlier ones, or drop them."""
+        if not keep:
+            totals = self._unscaled or [None] * len(self._pairs)
+        elif self._unscaled:
+            totals = _added(self._unscaled, self._fresh)
+        else:
+            totals = self._fresh
+        for pair, total in zip(self._pairs, totals, strict=True):
+            if pair.has_master:
                 pair.model.grad = None
+            if pair.master.grad is not total:
                 pair.master.grad = total
+        self._kept += keep
+        self._dropped += not keep
         self._close()
-        return found
+
+    def take_weight(self) -> float:
+        """What to multiply the sum over the kept blocks by, so that it stands for all of them."""
+        weight = (self._kept + self._dropped) / self._kept if self._kept and self._dropped else 1.0
+        self._kept = self._dropped = 0
+        return weight
 
     def take_unchecked(self) -> list[torch.Tensor]:
         """The verdicts that earlier blocks left to this one."""
@@ -107,16 +138,24 @@ class GradientWindow:
 
     def take_overflow(self) -> bool:
         """Whether the step that follows must be skipped; forgotten by asking."""
+        has_overflow = self.will_skip()
+        self.has_overflow = False
+        if has_overflow:
+            self._kept = self._dropped = 0
+        return has_overflow
+
+    def will_skip(self) -> bool:
+        """Whether the step that follows must be skipped. Makes a check that was delayed."""
         for scaler, found in self.unchecked:
             self.has_overflow |= scaler.update(gradients.any_found(found))
         self.unchecked = []
-        has_overflow, self.has_overflow = self.has_overflow, False
-        return has_overflow
+        return self.has_overflow or (self._dropped > 0 and self._kept == 0)
 
     def zero(self) -> None:
         """The user clears the gradients: forget what was set aside, and any overflow in it."""
         self.has_overflow = False
         self.unchecked = []
+        self._kept = self._dropped = 0
         if self.stage is Stage.BACKWARD:
             self._unscaled, self._scaled = [], []
             self._stage_before = Stage.READY
@@ -124,7 +163,8 @@ class GradientWindow:
             self._close()
 
     def _close(self) -> None:
-        self._pairs, self._unscaled, self._scaled, self._scaler = [], [], [], None
+        self._pairs, self._unscaled, self._scaled, self._fresh = [], [], [], []
+        self._scaler = None
         self.stage = Stage.READY
 
 

@@ -6,6 +6,7 @@ one function that reads them.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -33,11 +34,19 @@ def unscale_(gradients: Gradients, scale: float) -> list[torch.Tensor]:
 
 def any_found(found: Iterable[torch.Tensor]) -> bool:
     """Whether any of the verdicts of `unscale_` says overflow. Synchronises once."""
-    verdicts = list(found)
+    return any(each_found([list(found)]))
+
+
+def each_found(groups: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
+    """For each group of verdicts, whether any of them says overflow. Synchronises once in all."""
+    verdicts = [verdict for group in groups for verdict in group]
     if len(verdicts) < 2:
-        return any(bool(verdict.item()) for verdict in verdicts)
-    device = verdicts[0].device
-    return bool(torch.stack([verdict.to(device) for verdict in verdicts]).amax().item())
+        values = [verdict.item() for verdict in verdicts]
+    else:
+        device = verdicts[0].device
+        values = torch.stack([verdict.to(device) for verdict in verdicts]).tolist()
+    flags = iter(values)
+    return [any(list(itertools.islice(flags, len(group)))) for group in groups]
 
 
 def accumulate_(totals: Gradients, fresh: Gradients) -> list[torch.Tensor]:
@@ -49,6 +58,12 @@ def accumulate_(totals: Gradients, fresh: Gradients) -> list[torch.Tensor]:
     for i in set(range(len(sums))) - set(dense):
         sums[i] = _sum(totals[i], fresh[i])
     return sums
+
+
+def scale_(tensors: Gradients, factor: float) -> None:
+    """Multiply `tensors` by `factor` in place."""
+    for group in _grouped(map(_values, tensors)).values():
+        torch._foreach_mul_(group, factor)
 
 
 def copy_(targets: Gradients, sources: Gradients) -> None:
@@ -68,6 +83,9 @@ def _are_dense(*tensors: torch.Tensor) -> bool:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the elements: of a sparse gradient, or of this rank's shard."""
+    if type(gradient) is not torch.Tensor and hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
     return gradient if gradient.layout is torch.strided else gradient._values()
 
 

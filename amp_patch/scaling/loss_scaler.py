@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-INITIAL_SCALE = 2.0**16
-GROWTH_FACTOR = 2.0
-BACKOFF_FACTOR = 0.5
-GROWTH_INTERVAL = 2000
+from amp_patch.errors import AmpError
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicLossScale:
+    """How a dynamic loss scale behaves; pass it to `initialize` as `loss_scale`.
+
+    The scale starts at `initial`, is multiplied by `growth_factor` after `growth_interval` clean
+    blocks in a row, and by `backoff_factor` at an overflow, the `hysteresis`-th in a row if that is
+    above 1. It stays inside [`min_loss_scale`, `max_loss_scale`] of the `initialize` call. The
+    defaults are those of the field. Raises AmpError for values that make no sense.
+
+        >>> DynamicLossScale(initial=2.0**12, growth_interval=500).backoff_factor
+        0.5
+    """
+
+    initial: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        expected = {
+            "initial": (0 < self.initial < float("inf"), "a finite number above zero"),
+            "growth_factor": (1 < self.growth_factor < float("inf"), "a number above 1"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "a number between 0 and 1"),
+            "growth_interval": (_is_count(self.growth_interval), "an integer of at least 1"),
+            "hysteresis": (_is_count(self.hysteresis), "an integer of at least 1"),
+        }
+        wrong = [
+            f"{name}: expected {what}, found {getattr(self, name)!r}"
+            for name, (is_right, what) in expected.items()
+            if not is_right
+        ]
+        if wrong:
+            raise AmpError("DynamicLossScale: " + "; ".join(wrong))
 
 
 class LossScaler:
     """The scale of one loss (Micikevicius et al., "Mixed Precision Training", ICLR 2018, 3.2).
 
-    The scale doubles after `growth_interval` updates in a row without overflow and halves on an
-    overflow, always inside [`min_scale`, `max_scale`]. A static scale is one whose factors are 1.
+    A static scale is one whose factors are 1.
 
         >>> scaler = LossScaler.dynamic(min_scale=1.0, max_scale=2.0**24)
         >>> scaler.update(overflow=True), scaler.scale
@@ -29,6 +62,7 @@ class LossScaler:
         growth_factor: float,
         backoff_factor: float,
         growth_interval: int,
+        hysteresis: int,
         min_scale: float,
         max_scale: float,
     ) -> None:
@@ -36,18 +70,25 @@ class LossScaler:
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
         self.min_scale = min_scale
         self.max_scale = max_scale
+        self.skipped_in_a_row = 0
+        self.is_reported = False  # whether the present row of skips was diagnosed
         self._unskipped = 0
 
     @classmethod
-    def dynamic(cls, *, min_scale: float, max_scale: float) -> LossScaler:
-        """A scale that starts at 2^16, or at the nearest bound, and adapts."""
+    def dynamic(
+        cls, *, min_scale: float, max_scale: float, config: DynamicLossScale | None = None
+    ) -> LossScaler:
+        """A scale that adapts, starting at the initial one of `config` or the nearest bound."""
+        config = DynamicLossScale() if config is None else config
         return cls(
-            min(max(INITIAL_SCALE, min_scale), max_scale),
-            growth_factor=GROWTH_FACTOR,
-            backoff_factor=BACKOFF_FACTOR,
-            growth_interval=GROWTH_INTERVAL,
+            min(max(config.initial, min_scale), max_scale),
+            growth_factor=config.growth_factor,
+            backoff_factor=config.backoff_factor,
+            growth_interval=config.growth_interval,
+            hysteresis=config.hysteresis,
             min_scale=min_scale,
             max_scale=max_scale,
         )
@@ -59,7 +100,8 @@ class LossScaler:
             scale,
             growth_factor=1.0,
             backoff_factor=1.0,
-            growth_interval=GROWTH_INTERVAL,
+            growth_interval=DynamicLossScale().growth_interval,
+            hysteresis=1,
             min_scale=scale,
             max_scale=scale,
         )
@@ -83,9 +125,13 @@ class LossScaler:
         """Account for one checked backward pass. Returns whether its step must be skipped."""
         if overflow:
             self._unskipped = 0
-            self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row >= self.hysteresis:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             return True
         self._unskipped += 1
+        self.skipped_in_a_row = 0
+        self.is_reported = False
         if self._unskipped >= self.growth_interval:
             self._unskipped = 0
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
@@ -93,10 +139,18 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, float | int]:
         """`{"loss_scale": ..., "unskipped": ...}`, the keys of checkpoints in the field."""
-        return {"loss_scale": self.scale, "unskipped": self._unskipped}
+        state: dict[str, float | int] = {"loss_scale": self.scale, "unskipped": self._unskipped}
+        if self.hysteresis > 1:
+            state["skipped_in_a_row"] = self.skipped_in_a_row
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave. A static scale stays as it was configured."""
         if self.is_dynamic:
             self.scale = min(max(float(state["loss_scale"]), self.min_scale), self.max_scale)
             self._unskipped = int(state["unskipped"])
+            self.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

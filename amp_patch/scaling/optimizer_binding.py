@@ -7,18 +7,37 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
 from amp_patch.errors import AmpError
-from amp_patch.policy import CASTABLE, Policy
+from amp_patch.policy import Policy
+from amp_patch.scaling import gradients
 from amp_patch.scaling.gradient_window import GradientWindow, Stage, stray_gradient_message
 from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.scaling.optimizer_state import move_state, snapshot
 from amp_patch.scaling.scaler_groups import ScalerGroup
 from amp_patch.weights.master_weights import MasterWeights, ParamPair
+from amp_patch.weights.running_statistics import RunningStatistics
+
+
+class ClosureOverflowError(Exception):
+    """Carries the loss out of an optimizer's step whose closure overflowed. Users never see it."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__("gradients overflowed inside a closure")
+        self.loss = loss
+
+
+class ModelParts(NamedTuple):
+    """What a binding has to do with one model whose parameters the optimizer updates."""
+
+    model: weakref.ref[nn.Module]
+    statistics: RunningStatistics
 
 
 class OptimizerBinding:
@@ -36,9 +55,11 @@ class OptimizerBinding:
         group: ScalerGroup,
         masters: MasterWeights,
         context: CastContext,
+        models: Sequence[ModelParts],
     ) -> None:
         self.policy = policy
         self.group = group
+        self.models = tuple(models)
         self.window = GradientWindow()
         self.step_was_skipped = False
         self._optimizer = weakref.ref(optimizer)
@@ -127,14 +148,14 @@ class OptimizerBinding:
                 self._mastered[id(pair.master)] = pair
                 parameters[i] = pair.master
             if self._masters.has_cast(parameter):
-                _move_state(optimizer, pair.model, pair.master, pair.master.dtype)
+                move_state(optimizer, pair.model, pair.master, pair.master.dtype)
 
     def _unpair(self) -> None:
         optimizer = self.optimizer
         for pair in self.pairs():
             if self._masters.has_cast(pair.model):
                 dtype = self._masters.original_dtype(pair.model)
-                _move_state(optimizer, pair.master, pair.model, dtype)
+                move_state(optimizer, pair.master, pair.model, dtype)
         for group in [] if optimizer is None else optimizer.param_groups:
             for i, parameter in enumerate(group["params"]):
                 pair = self._mastered.get(id(parameter), ParamPair(parameter, parameter))
@@ -145,6 +166,7 @@ class OptimizerBinding:
         pairs = self.pairs() if self._mastered else []
         self._refuse_stray_gradients(pairs)
         self._masters.refresh(pairs)
+        self._reweigh()
         casts = self._context.suspend()
         try:
             return original(*args, **kwargs)
@@ -155,31 +177,74 @@ class OptimizerBinding:
             for pair in pairs:
                 if pair.has_master:
                     pair.master.grad = None
+            for part in self.models:
+                part.statistics.forget()
             self._context.cache.clear()
 
-    def run_closure(self, closure: Callable[[], Any]) -> Any:
-        """A closure within a step: sees the weights of now, has casts, and drops an overflow."""
+    def run_closure_step(
+        self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """A step with a closure. An overflow in any call of the closure undoes the whole step."""
+        wrapped = functools.partial(self._run_closure, closure)
+        if self.group.is_identity:
+            return self.run_step(original, wrapped, *args, **kwargs)
+        restore = snapshot(self.optimizer)
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except ClosureOverflowError as overflow:
+                restore()
+                self.skip_step()
+                return overflow.loss
+
+        return self.run_step(
+            attempt, functools.partial(self._run_closure, closure), *args, **kwargs
+        )
+
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
+        """The closure sees the weights of now, and has casts."""
         self._masters.copy_to_model(self.pairs())
         with self._context.resumed():
             loss = closure()
         self.refuse_scaled_gradients()
         if self.window.take_overflow():
-            self.skip_step()
+            raise ClosureOverflowError(loss)
+        self._reweigh()
         return loss
 
+    def _reweigh(self) -> None:
+        """Let the kept micro-batches of a window stand for those that were dropped."""
+        weight = self.window.take_weight()
+        if weight != 1.0:
+            present = [pair.master.grad for pair in self.pairs()]
+            gradients.scale_([gradient for gradient in present if gradient is not None], weight)
+
     def skip_step(self) -> None:
-        """Drop the gradients, so that nothing non-finite survives the step that is left out."""
+        """Leave no trace: drop the gradients, and put running statistics back."""
         self.step_was_skipped = True
         for pair in self.pairs():
             pair.model.grad = pair.master.grad = None
+        for part in self.models:
+            part.statistics.restore()
         optimizer = self.optimizer
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             # Lest torch's schedulers warn of the order of calls.
             optimizer._opt_called = True  # noqa: SLF001
         self._context.cache.clear()
 
+    def named_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """The gradients of the open block, with the paths of their parameters."""
+        models = [model for model in (part.model() for part in self.models) if model is not None]
+        paths = {id(p): path for model in models for path, p in model.named_parameters()}
+        fresh = self.window.fresh()
+        return [(paths.get(id(pair.model), "a parameter"), one) for pair, one in fresh]
+
     def zero(self) -> None:
         """The user cleared the masters' gradients: clear the model's, and what was set aside."""
+        if self.window.has_overflow:  # the user leaves the step out
+            for part in self.models:
+                part.statistics.restore()
         self.window.zero()
         for pair in self.pairs() if self._mastered else ():
             if pair.has_master:
@@ -208,16 +273,15 @@ def _step(
 ) -> Any:
     binding.refuse_scaled_gradients()
     binding.step_was_skipped = False
-    closure = args[0] if args else kwargs.get("closure")
-    if not callable(closure):
-        if binding.window.take_overflow():
-            binding.skip_step()
-            return None
-        return binding.run_step(original, *args, **kwargs)
-    wrapped = functools.partial(binding.run_closure, closure)
-    if args:
-        return binding.run_step(original, wrapped, *args[1:], **kwargs)
-    return binding.run_step(original, **{**kwargs, "closure": wrapped})
+    if args and callable(args[0]):
+        return binding.run_closure_step(original, *args, **kwargs)
+    if callable(kwargs.get("closure")):
+        closure = kwargs.pop("closure")
+        return binding.run_closure_step(original, closure, *args, **kwargs)
+    if binding.window.take_overflow():
+        binding.skip_step()
+        return None
+    return binding.run_step(original, *args, **kwargs)
 
 
 def _zero_grad(
@@ -234,18 +298,3 @@ def _add_param_group(
     result = original(*args, **kwargs)
     binding.add(binding.optimizer.param_groups[-1])
     return result
-
-
-def _move_state(
-    optimizer: Any, source: torch.Tensor, target: torch.Tensor, dtype: torch.dtype
-) -> None:
-    """Hand the optimizer's state of `source` to `target`, in `dtype` as torch keeps it."""
-    state = getattr(optimizer, "state", None)
-    if not state or source not in state:
-        return
-    moved = state.pop(source)
-    for name, value in moved.items():
-        is_cast = isinstance(value, torch.Tensor) and value.dtype in CASTABLE and name != "step"
-        if is_cast and dtype in CASTABLE:  # torch leaves step counts in FP32 too
-            moved[name] = value.to(dtype)
-    state[target] = moved

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 
 from amp_patch.casts.cache import CastCache
 from amp_patch.errors import warn
-from amp_patch.scaling import gradients
+from amp_patch.scaling.gradients import each_found
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
-
-logger = logging.getLogger("amp_patch")
+from amp_patch.scaling.overflow_report import report_overflow
+from amp_patch.scaling.ranks import agreed
 
 
 class ScaledLoss:
@@ -71,7 +70,7 @@ class ScaledLoss:
                 for binding in self._bindings:
                     binding.window.delay()
             else:
-                _unscale(self._bindings, self._scaler, self._delay_overflow_check)
+                _unscale(self._loss, self._bindings, self._scaler, self._delay_overflow_check)
         finally:
             self._cache.clear()
 
@@ -88,35 +87,40 @@ def _scaled(loss: torch.Tensor, scaler: LossScaler) -> torch.Tensor:
     return wide * scaler.scale
 
 
-def _unscale(bindings: Sequence[OptimizerBinding], scaler: LossScaler, delays_check: bool) -> None:
-    found: list[torch.Tensor] = []
-    for binding in bindings:
-        verdicts = binding.window.finish(scaler)
-        if delays_check:
-            binding.window.unchecked.append((scaler, verdicts))
-        else:
-            found += verdicts
-            found += binding.window.take_unchecked()
-    if delays_check:
+def _unscale(
+    loss: torch.Tensor, bindings: Sequence[OptimizerBinding], scaler: LossScaler, delays_check: bool
+) -> None:
+    """Unscale and check the gradients of all bindings, with one wait for the device."""
+    policy = bindings[0].policy
+    found = [binding.window.unscale(scaler) for binding in bindings]
+    if delays_check or scaler.is_identity:
+        for binding, verdicts in zip(bindings, found, strict=True):
+            binding.window.settle(keep=True)
+            if verdicts:
+                binding.window.unchecked.append((scaler, verdicts))
         return
-    was_at_floor = scaler.is_at_floor
-    if scaler.update(gradients.any_found(found)):
-        for binding in bindings:
-            binding.window.has_overflow = True
-        _report(scaler, bindings[0], was_at_floor)
+    earlier = [binding.window.take_unchecked() for binding in bindings]
+    if policy.sync_overflow:
+        found = [agreed(verdicts) for verdicts in found]
+    overflows = each_found([one + other for one, other in zip(found, earlier, strict=True)])
+    has_overflow = any(overflows)
+    if has_overflow:
+        _report(loss, bindings, scaler)
+    for binding, own, unchecked in zip(bindings, overflows, earlier, strict=True):
+        is_hit = has_overflow if policy.skip_together else own
+        is_dropped = is_hit and policy.overflow_drops == "micro_batch" and not unchecked
+        binding.window.settle(keep=not is_dropped)
+        binding.window.has_overflow |= is_hit and not is_dropped
+    scaler.update(has_overflow)
 
 
-def _report(scaler: LossScaler, binding: OptimizerBinding, was_at_floor: bool) -> None:
-    if was_at_floor:
-        warn(
-            f"gradients are inf or NaN at the smallest loss scale allowed, {scaler.scale:g}, and "
-            "every such step is skipped: the loss is probably non-finite without any scaling. Look "
-            "at the loss and the learning rate; opt_level='O4' (bfloat16) has the range of FP32; a "
-            "lower min_loss_scale allows scales below this one"
-        )
-    elif binding.group.logs_overflows:
-        logger.info(
-            "Gradients overflowed: the step is skipped, the loss scale is now %g. Normal at the "
-            "start of a run, and now and then later",
-            scaler.scale,
-        )
+def _report(loss: torch.Tensor, bindings: Sequence[OptimizerBinding], scaler: LossScaler) -> None:
+    """A quiet line for what is normal; a diagnosis, once, where no smaller scale can help."""
+    group = bindings[0].group
+    can_back_off = scaler.is_dynamic and not scaler.is_at_floor
+    if can_back_off and bool(torch.isfinite(loss.detach()).all()):
+        group.log_overflow(scaler)
+    elif not scaler.is_reported:
+        scaler.is_reported = True
+        named = [row for binding in bindings for row in binding.named_gradients()]
+        warn(str(report_overflow(loss, scaler.scale, scaler.skipped_in_a_row + 1, named)))

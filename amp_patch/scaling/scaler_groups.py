@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from amp_patch.errors import AmpError, warn
+from amp_patch.parsing import OneScale
 from amp_patch.policy import Policy
-from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.scaling.loss_scaler import DynamicLossScale, LossScaler
+from amp_patch.scaling.ranks import rank
+
+logger = logging.getLogger("amp_patch")
 
 
 class ScalerGroup:
     """The scalers of one call, one for each loss. Owned by its models and optimizers."""
 
     def __init__(self, policy: Policy, num_losses: int, logs_overflows: bool) -> None:
-        self.logs_overflows = logs_overflows
-        self.scalers = tuple(_make_scaler(policy) for _ in range(num_losses))
+        self._logs_overflows = logs_overflows
+        self._overflows = 0
+        scale = policy.loss_scale
+        scales = scale if isinstance(scale, tuple) else (scale,) * num_losses
+        if len(scales) != num_losses:
+            raise AmpError(
+                f"loss_scale: expected one for each of num_losses={num_losses}, found {len(scales)}"
+            )
+        self.scalers = tuple(_make_scaler(one, policy) for one in scales)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether no loss is ever scaled, and so no step ever skipped."""
+        return all(scaler.is_identity for scaler in self.scalers)
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of `loss_id`."""
         return _at(self.scalers, loss_id)
+
+    def log_overflow(self, scaler: LossScaler) -> None:
+        """A line for a normal overflow: on rank 0, and ever more seldom."""
+        self._overflows += 1
+        is_seldom = self._overflows <= 3 or self._overflows.bit_count() == 1
+        if self._logs_overflows and is_seldom and rank() == 0:
+            logger.info(
+                "Gradients overflowed at loss scale %g: the step is skipped. Normal at the start "
+                "of a run, and now and then later (%d so far)",
+                scaler.scale,
+                self._overflows,
+            )
 
 
 class ScalerGroups:
@@ -52,7 +81,13 @@ class ScalerGroups:
         return {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self._scalers())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the scalers by name. All or nothing; names on one side only are reported."""
+        """Set the scalers by name. All or nothing; names on one side only are reported.
+
+        The state of a `torch.amp.GradScaler` sets the first.
+        """
+        if "_growth_tracker" in state and "scale" in state:
+            first = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
+            state = {"loss_scaler0": first}
         known = {f"loss_scaler{i}": scaler for i, scaler in enumerate(self._scalers())}
         checked = {name: _checked(name, state[name]) for name in known if name in state}
         missing, extra = known.keys() - state.keys(), state.keys() - known.keys()
@@ -72,10 +107,13 @@ class ScalerGroups:
         return tuple(scaler for group in groups for scaler in group.scalers)
 
 
-def _make_scaler(policy: Policy) -> LossScaler:
-    if policy.loss_scale == "dynamic":
-        return LossScaler.dynamic(min_scale=policy.min_loss_scale, max_scale=policy.max_loss_scale)
-    return LossScaler.static(policy.loss_scale)
+def _make_scaler(scale: OneScale, policy: Policy) -> LossScaler:
+    if isinstance(scale, (int, float)):
+        return LossScaler.static(scale)
+    config = scale if isinstance(scale, DynamicLossScale) else None
+    return LossScaler.dynamic(
+        min_scale=policy.min_loss_scale, max_scale=policy.max_loss_scale, config=config
+    )
 
 
 def _at(scalers: tuple[LossScaler, ...], loss_id: int) -> LossScaler:
@@ -90,7 +128,8 @@ def _at(scalers: tuple[LossScaler, ...], loss_id: int) -> LossScaler:
 def _checked(name: str, entry: Any) -> dict[str, float | int]:
     try:
         state = {"loss_scale": float(entry["loss_scale"]), "unskipped": int(entry["unskipped"])}
-    except (TypeError, KeyError, ValueError):
+        state["skipped_in_a_row"] = int(entry.get("skipped_in_a_row", 0))
+    except (TypeError, KeyError, ValueError, AttributeError):
         state = {}
     if not 0 < state.get("loss_scale", 0) < float("inf") or state["unskipped"] < 0:
         raise AmpError(

@@ -1,37 +1,43 @@
-"""State dicts of a cast model: they hold the FP32 values, and loading one sets them."""
+"""State dicts of a cast model hold the FP32 values, and loading one sets them."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from amp_patch.hooks import ModelHook
 from amp_patch.weights.master_weights import MasterWeights
 
 
-class _StateHook(ModelHook):
-    """A hook for the parameters and buffers that one module holds directly."""
+class _MasterHook(ModelHook):
+    """A hook that has to do with the masters of `tensors`. A copy has copies of those masters."""
 
-    def __init__(self, module: nn.Module, masters: MasterWeights) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], masters: MasterWeights) -> None:
         self.masters = masters
-        self.tensors = [weakref.ref(tensor) for _, tensor in _own_tensors(module)]
+        self.tensors = [weakref.ref(tensor) for tensor in tensors]
+
+    @classmethod
+    def of(cls, module: nn.Module, masters: MasterWeights) -> Self:
+        """The hook for the parameters and buffers that `module` holds directly."""
+        return cls((tensor for _, tensor in _own_tensors(module)), masters)
+
+    def alive(self) -> list[torch.Tensor]:
+        """Those of the tensors that still exist."""
+        return [one for one in (reference() for reference in self.tensors) if one is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
-        alive = [
-            tensor for tensor in (reference() for reference in self.tensors) if tensor is not None
-        ]
-        twin = object.__new__(type(self))
-        twin.masters = self.masters.copied_for(alive, memo)
-        twin.tensors = [weakref.ref(memo[id(tensor)]) for tensor in alive if id(tensor) in memo]
-        return twin
+        alive = self.alive()
+        masters = self.masters.copied_for(alive, memo)
+        return type(self)([memo[id(one)] for one in alive if id(one) in memo], masters)
 
 
-class FullPrecisionSave(_StateHook):
+class FullPrecisionSave(_MasterHook):
     """Puts the FP32 value of every cast tensor into the state dict: its master, exact, if any."""
 
     def __call__(
@@ -45,7 +51,7 @@ class FullPrecisionSave(_StateHook):
                 state_dict[prefix + name] = full if keeps_variables else full.detach()
 
 
-class FullPrecisionLoad(_StateHook):
+class FullPrecisionLoad(_MasterHook):
     """Writes the values of a state dict into the masters, before torch rounds them."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -53,6 +59,22 @@ class FullPrecisionLoad(_StateHook):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor):
                 self.masters.set_master_(tensor, value)
+
+
+class FollowMasters(_MasterHook):
+    """A forward pre-hook: what was written into a master since the last step reaches the model.
+
+    Optimizers that move weights outside `step`, and averages kept by writing into the tensors of a
+    state dict, write into masters.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], masters: MasterWeights) -> None:
+        super().__init__(tensors, masters)
+        self.follow = masters.follower(self.alive())
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.follow()
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from amp_patch.scaling import gradients
 class CastTensor:
     """What is remembered of one tensor of a model that was cast, without holding it."""
 
-    __slots__ = ("master", "original_dtype", "version")
+    __slots__ = ("master", "master_version", "original_dtype", "version")
 
     def __init__(
         self, master: torch.Tensor | None, original_dtype: torch.dtype, version: int
@@ -24,6 +25,13 @@ class CastTensor:
         self.master = master
         self.original_dtype = original_dtype
         self.version = version  # of the model's tensor when it last agreed with the master
+        self.master_version = 0 if master is None else master._version
+
+    def mark_agreed(self, tensor: torch.Tensor) -> None:
+        """Model and master say the same now."""
+        self.version = tensor._version
+        if self.master is not None:
+            self.master_version = self.master._version
 
 
 class ParamPair(NamedTuple):
@@ -145,7 +153,7 @@ class MasterWeights:
         known = self._casts.get(tensor)
         if known is not None and known.master is not None and known.master.shape == value.shape:
             with torch.no_grad():
-                known.master.copy_(value)
+                known.master.copy_(value)  # the model follows: torch copies into it next
 
     def refresh(self, pairs: Iterable[ParamPair]) -> None:
         """Take over into the masters what was written into the model since they last agreed."""
@@ -162,7 +170,53 @@ class MasterWeights:
             )
         for model, _, cast in pairs:
             if cast is not None:
-                cast.version = model._version
+                cast.mark_agreed(model)
+
+    def follower(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+        """A function that rounds into the model what was written into masters of `tensors`."""
+        rows = [(weakref.ref(tensor), known) for tensor, known in self._known(tensors)]
+        casts = [known for _, known in rows]
+
+        def follow() -> None:
+            for known in casts:
+                if known.master is not None and known.master._version != known.master_version:
+                    break
+            else:
+                return  # the common case, at the cost of one comparison a tensor
+            for reference, known in rows:
+                tensor = reference()
+                if tensor is not None:
+                    _follow_(tensor, known)
+
+        return follow
+
+    def widen_(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+        """Put the FP32 values into the model's tensors. Returns the function that takes them out.
+
+        What is written into the tensors meanwhile reaches the masters, and the model in half.
+        """
+        rows = []
+        for tensor, known in self._known(tensors):
+            _follow_(tensor, known)
+            half, tensor.grad = tensor.data, None
+            full = half.to(known.original_dtype) if known.master is None else known.master.data
+            tensor.data = full
+            rows.append((tensor, known, half))
+
+        def take_out() -> None:
+            for tensor, known, half in rows:
+                full, tensor.grad = tensor.data, None
+                half.copy_(full)
+                if known.master is not None and full.data_ptr() != known.master.data_ptr():
+                    known.master.data.copy_(full)
+                tensor.data = half
+                known.mark_agreed(tensor)
+
+        return take_out
+
+    def _known(self, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, CastTensor]]:
+        found = ((tensor, self._casts.get(tensor)) for tensor in tensors)
+        return [(tensor, known) for tensor, known in found if known is not None]
 
     def undo_of(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
         """A function that restores `tensors`. It holds them weakly."""
@@ -181,4 +235,15 @@ def _refresh_(tensor: torch.Tensor, known: CastTensor) -> None:
         return
     was_written = known.master.to(tensor.dtype) != tensor
     known.master.copy_(torch.where(was_written, tensor.float(), known.master))
-    known.version = tensor._version
+    known.mark_agreed(tensor)
+
+
+@torch.no_grad()
+def _follow_(tensor: torch.Tensor, known: CastTensor) -> None:
+    if known.master is None:
+        return
+    if known.master._version != known.master_version:
+        tensor.copy_(known.master)
+        known.mark_agreed(tensor)
+    else:
+        _refresh_(tensor, known)

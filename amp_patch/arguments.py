@@ -1,0 +1,76 @@
+"""Check what users pass, and turn one object or many into a list. Raises AmpError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.errors import AmpError
+
+
+def as_list(one_or_many: Any) -> list[Any]:
+    """One object or a list of them, as a list."""
+    return list(one_or_many) if isinstance(one_or_many, (list, tuple)) else [one_or_many]
+
+
+def checked_models(models: Any) -> list[nn.Module]:
+    """The models as a list, different ones."""
+    found = as_list(models)
+    for model in found:
+        if not isinstance(model, nn.Module):
+            raise AmpError(
+                f"models: expected a torch.nn.Module or a list of them, found {_described(model)}"
+            )
+    _refuse_duplicates("models", found)
+    return found
+
+
+def checked_optimizers(optimizers: Any) -> list[Any]:
+    """The optimizers as a list, different ones; anything with parameter groups and a step."""
+    found = [] if optimizers is None else as_list(optimizers)
+    for optimizer in found:
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+            raise AmpError(
+                "optimizers: expected an optimizer (with param_groups and step), a list of them or "
+                f"None, found {_described(optimizer)}"
+            )
+    _refuse_duplicates("optimizers", found)
+    return found
+
+
+def _refuse_duplicates(name: str, objects: list[Any]) -> None:
+    if len({id(one) for one in objects}) < len(objects):
+        raise AmpError(f"{name}: expected different objects, found one of them twice")
+
+
+def check_count(name: str, value: Any, minimum: int) -> None:
+    """Refuse anything but an integer of at least `minimum`."""
+    if not isinstance(value, int) or value < minimum:
+        raise AmpError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
+
+
+def checked_names(name: str, names: Any) -> frozenset[str]:
+    """One name or several."""
+    found = (names,) if isinstance(names, str) else tuple(names)
+    for one in found:
+        if not isinstance(one, str):
+            raise AmpError(f"{name}: expected names of arguments, found {_described(one)}")
+    return frozenset(found)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what backward cannot start from."""
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        raise AmpError(f"loss: expected a floating-point tensor, found {_described(loss)}")
+    if not loss.requires_grad:
+        raise AmpError(
+            "loss: expected a tensor that requires grad, found one without history; was it "
+            "computed under no_grad, detached, or from frozen parameters only?"
+        )
+
+
+def _described(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"

@@ -1,0 +1,47 @@
+"""Move the state of an optimizer between parameters; copy it, and put it back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_patch.policy import CASTABLE
+
+
+def move_state(
+    optimizer: Any, source: torch.Tensor, target: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Hand the optimizer's state of `source` to `target`, in `dtype` as torch keeps it."""
+    state = getattr(optimizer, "state", None)
+    if not state or source not in state:
+        return
+    moved = state.pop(source)
+    for name, value in moved.items():
+        is_cast = isinstance(value, torch.Tensor) and value.dtype in CASTABLE and name != "step"
+        if is_cast and dtype in CASTABLE:  # torch leaves step counts in FP32 too
+            moved[name] = value.to(dtype)
+    state[target] = moved
+
+
+def snapshot(optimizer: Any) -> Callable[[], None]:
+    """Copy parameters and state of `optimizer`. Returns the function that puts them back.
+
+    Optimizers that search along a line call their closure after they have moved the parameters.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [parameter.detach().clone() for parameter in parameters]
+    state = getattr(optimizer, "state", {})
+    saved_state = [(key, copy.deepcopy(value)) for key, value in state.items()]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for parameter, value in zip(parameters, saved, strict=True):
+            parameter.copy_(value)
+        if saved_state or state:
+            state.clear()
+            state.update(saved_state)
+
+    return restore

@@ -1,0 +1,102 @@
+"""Bind one model: its casts, its scope, and the undo of both."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from amp_patch.casts.context import CastContext
+from amp_patch.casts.patcher import Patcher
+from amp_patch.casts.scopes import scope_model
+from amp_patch.policy import Policy
+from amp_patch.weights.exclusions import Exclusions
+from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.model_casting import (
+    CastSwitch,
+    cast_entry_and_exit,
+    cast_outputs,
+    cast_weights,
+    follow_masters,
+)
+from amp_patch.weights.running_statistics import RunningStatistics, guard_statistics
+
+
+class ModelBinding:
+    """What was done to one model. Holds nothing of the model itself.
+
+    `may_skip` says whether a step can ever be skipped, so that running statistics need guarding.
+    """
+
+    def __init__(
+        self, policy: Policy, group: object, exclusions: Exclusions, kept_inputs: frozenset[str]
+    ) -> None:
+        self.policy = policy
+        self.group = group
+        self.exclusions = exclusions
+        self.kept_inputs = kept_inputs
+        self.statistics = RunningStatistics(nn.Module())
+        self._switch = CastSwitch()
+        self._patcher = Patcher()
+        self._scope = Patcher()
+        self._cast: list[weakref.ref[torch.Tensor]] = []
+
+    def bind(
+        self,
+        model: nn.Module,
+        masters: MasterWeights,
+        optimized: Container[int],
+        context: CastContext,
+        *,
+        may_skip: bool,
+    ) -> None:
+        """Cast and hook `model` as the policy says."""
+        # The casts of a model that is gone would keep its weights alive.
+        finalizer = weakref.finalize(model, context.cache.clear)
+        finalizer.atexit = False
+        self._patcher.on_restore(finalizer.detach)
+        dtype = self.policy.cast_model_type
+        if dtype is not None:
+            tensors = cast_weights(
+                model, dtype, self.policy, self.exclusions, masters, optimized, self._patcher
+            )
+            self._cast = [weakref.ref(tensor) for tensor in tensors]
+            cast_entry_and_exit(
+                model, dtype, self.exclusions, self.kept_inputs, self._switch, self._patcher
+            )
+            if self.policy.master_weights:
+                follow_masters(model, tensors, masters, self._patcher)
+        if self.policy.cast_model_outputs is not None:
+            cast_outputs(model, self.policy.cast_model_outputs, self._switch, self._patcher)
+        if may_skip:
+            self.statistics = guard_statistics(model, self._patcher)
+
+    def scope(self, model: nn.Module, context: CastContext, *, is_wanted: bool) -> None:
+        """Make the forward of `model` a scope of casts, or take the scope away."""
+        self._scope.restore()
+        if is_wanted:
+            half_dtype = self.policy.half_dtype if self.policy.patch_torch_functions else None
+            scope_model(model, context, half_dtype, self._scope)
+
+    def release(self) -> None:
+        """Give the model back as it was."""
+        self._scope.restore()
+        self._patcher.restore()
+
+    @contextmanager
+    def full_precision(self, masters: MasterWeights, context: CastContext) -> Iterator[None]:
+        """Inside, the model holds its FP32 values and casts nothing."""
+        tensors = [one for one in (reference() for reference in self._cast) if one is not None]
+        was_on, self._switch.is_on = self._switch.is_on, False
+        put_back = masters.widen_(tensors) if was_on else None
+        try:
+            with context.suspended():
+                yield
+        finally:
+            if put_back is not None:
+                put_back()
+            self._switch.is_on = was_on
+            context.cache.clear()

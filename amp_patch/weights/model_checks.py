@@ -1,0 +1,65 @@
+"""Refuse models that cannot be brought under a policy, before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from amp_patch.errors import AmpError
+from amp_patch.policy import HALF_DTYPES, Policy
+from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.model_casting import owned_tensors
+
+# By name: importing some of these takes a second, and there may be none of them in this torch.
+_WRAPPERS = {
+    "DataParallel": "wrap what initialize returns",
+    "DistributedDataParallel": "wrap what initialize returns",
+    "FullyShardedDataParallel": "use fully_shard before initialize, at 'O1' or 'O4'",
+    "OptimizedModule": "call torch.compile on what initialize returns",
+}
+
+
+def check_model(model: nn.Module, policy: Policy, masters: MasterWeights) -> None:
+    """Raise AmpError where `model`, restored by `masters`, cannot run under `policy`."""
+    if not (policy.casts_model or policy.patch_torch_functions):
+        return
+    _refuse_wrapper(model)
+    if policy.casts_model and isinstance(model, torch.jit.ScriptModule):
+        raise AmpError(
+            f"models: {policy.opt_level} expects a module that takes hooks, found the scripted "
+            f"{type(model).__name__}; initialize before torch.jit.script, or use 'O1' or 'O4'"
+        )
+    for path, tensor, _ in owned_tensors(model):
+        _check_tensor(model, path, tensor, policy, masters)
+
+
+def _check_tensor(
+    model: nn.Module, path: str, tensor: torch.Tensor, policy: Policy, masters: MasterWeights
+) -> None:
+    name = type(model).__name__
+    if is_lazy(tensor):
+        raise AmpError(
+            f"models: expected materialised parameters, found the lazy {path!r} in {name}; run one "
+            "forward pass before initialize"
+        )
+    dtype = masters.original_dtype(tensor)
+    if not policy.casts_model and dtype in HALF_DTYPES:
+        raise AmpError(
+            f"models: {policy.opt_level} expects FP32 weights, found {path!r} in {dtype}; call "
+            "model.float() before initialize, or use 'O2' or 'O3'"
+        )
+    if policy.casts_model and any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
+        raise AmpError(
+            f"models: {policy.opt_level} casts whole weights, found the sharded {path!r} in {name}"
+            "; use 'O1' or 'O4', or the MixedPrecisionPolicy of fully_shard"
+        )
+
+
+def _refuse_wrapper(model: nn.Module) -> None:
+    for base in type(model).__mro__:
+        if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
+            raise AmpError(
+                f"models: expected the plain model, found it wrapped in {base.__name__}; "
+                f"{_WRAPPERS[base.__name__]}"
+            )
