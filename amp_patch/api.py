@@ -21,7 +21,8 @@ from amp_patch.errors import AmpError, warn
 from amp_patch.parsing import parse_bool
 from amp_patch.policy import resolve_policy
 from amp_patch.scaling.scaled_loss import ScaledLoss
-from amp_patch.session import Setup, slot
+from amp_patch.session import Setup
+from amp_patch.slot import slot
 from amp_patch.weights.exclusions import check_selectors
 
 
@@ -184,10 +185,16 @@ def scale_loss(
     if not bindings:
         return nullcontext(loss)
     check_loss(loss)
+    scaler = bindings[0].group.scaler(loss_id)
+    if len(bindings) < len(found) and not scaler.is_identity:
+        raise AmpError(
+            "scale_loss: expected optimizers that are all enabled or all disabled, found both; the "
+            "gradients of the disabled ones would stay multiplied by the loss scale"
+        )
     return ScaledLoss(
         loss,
         bindings,
-        bindings[0].group.scaler(loss_id),
+        scaler,
         session.context.cache,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
@@ -230,7 +237,10 @@ def grad(
     Does not synchronise.
     """
     session = slot.require("grad")
-    scale = 1.0 if session.is_idle else session.scalers.scaler(loss_id).scale
+    scale = 1.0
+    if not session.is_idle:
+        scaler = session.scalers.scaler(loss_id)
+        scaler.is_in_loss, scale = True, scaler.scale
     scaled = [_widened(output) * scale for output in as_list(outputs)]
     found = torch.autograd.grad(
         scaled, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused

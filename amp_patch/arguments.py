@@ -36,6 +36,12 @@ def checked_optimizers(optimizers: Any) -> list[Any]:
                 "optimizers: expected an optimizer (with param_groups and step), a list of them or "
                 f"None, found {_described(optimizer)}"
             )
+    for optimizer in found:
+        if not hasattr(optimizer, "__dict__") or type(optimizer).__weakrefoffset__ == 0:
+            raise AmpError(
+                f"optimizers: expected an object that takes attributes and weak references, found "
+                f"{_described(optimizer)}; leave out __slots__, or add '__dict__' and '__weakref__'"
+            )
     _refuse_duplicates("optimizers", found)
     return found
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 import warnings
 from pathlib import Path
 
 _TORCH = importlib.util.find_spec("torch")
 _NOT_THE_USER = (
-    str(Path(__file__).parent),
+    f"{Path(__file__).parent}{os.sep}",
     str(contextlib.__file__),
-    *(_TORCH.submodule_search_locations or () if _TORCH is not None else ()),
+    *(f"{path}{os.sep}" for path in (_TORCH.submodule_search_locations or () if _TORCH else ())),
 )
 
 

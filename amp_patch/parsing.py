@@ -61,7 +61,7 @@ def parse_number(name: str, value: object) -> float | None:
         return None
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not 0 < number < math.inf:
         raise AmpError(f"{name}: expected a finite number above zero, found {value!r}")

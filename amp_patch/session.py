@@ -14,17 +14,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
+from amp_patch.casts.surroundings import adjust_surroundings
 from amp_patch.casts.watch import watch_weights
 from amp_patch.casts.wrappers import install_casts
-from amp_patch.errors import AmpError, warn
+from amp_patch.errors import AmpError
 from amp_patch.policy import Policy
 from amp_patch.scaling.optimizer_binding import ModelParts, OptimizerBinding
+from amp_patch.scaling.optimizer_state import warn_of_vanishing_eps
 from amp_patch.scaling.scaler_groups import ScalerGroup, ScalerGroups
 from amp_patch.weights.exclusions import Exclusions, Selector, find_exclusions
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.model_binding import ModelBinding
-from amp_patch.weights.model_casting import forward_arguments
-from amp_patch.weights.model_checks import check_model
+from amp_patch.weights.model_casting import owned_tensors
+from amp_patch.weights.model_checks import check_input_names, check_model
 
 logger = logging.getLogger("amp_patch")
 
@@ -57,7 +59,9 @@ class Session:
         self.scalers = ScalerGroups()
         self._masters = MasterWeights()
         self._casts = Patcher()
+        self._watch = Patcher()
         self._are_casts_installed = False
+        self._is_watching = False
         self._models: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         self._bindings: weakref.WeakValueDictionary[int, OptimizerBinding] = (
             weakref.WeakValueDictionary()
@@ -72,18 +76,31 @@ class Session:
         """
         for model in models:
             check_model(model, setup.policy, self._masters)
-        _check_arguments(models, setup.keep_inputs)
+        check_input_names(models, setup.keep_inputs)
         exclusions = find_exclusions("keep_fp32", models, setup.keep_fp32)
         group = ScalerGroup(setup.policy, setup.num_losses, setup.is_verbose)
         if self._is_unchanged(models, optimizers, setup, exclusions):
             return
-        self._release(models, optimizers)
+        for optimizer in optimizers:
+            warn_of_vanishing_eps(optimizer, setup.policy)
+        earlier = self._release(models, optimizers, setup.policy)
+        values = [
+            (tensor, tensor.data) for model in models for _, tensor, _ in owned_tensors(model)
+        ]
+        bound = [
+            (model, ModelBinding(setup.policy, group, excluded, setup.keep_inputs))
+            for model, excluded in zip(models, exclusions, strict=True)
+        ]
         try:
-            self._add(models, optimizers, setup, exclusions, group)
+            self._bind(bound, [(optimizer, setup.policy, group) for optimizer in optimizers])
         except BaseException:
-            self._release(models, optimizers)
-            self._adjust_casts()
+            self._release(models, optimizers, setup.policy)
+            for tensor, value in values:  # exact also where there was no master
+                if tensor.data_ptr() != value.data_ptr():
+                    tensor.data = value
+            self._bind(*earlier)
             raise
+        self.scalers.add(group)
         if setup.is_verbose:
             logger.info(
                 "%s: %d model(s), %d optimizer(s), %s, loss scale %s",
@@ -138,37 +155,28 @@ class Session:
             )
         return binding.full_precision(self._masters, self.context)
 
-    def _add(
+    def _bind(
         self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Any],
-        setup: Setup,
-        exclusions: Sequence[Exclusions],
-        group: ScalerGroup,
+        models: Sequence[tuple[nn.Module, ModelBinding]],
+        optimizers: Sequence[tuple[Any, Policy, ScalerGroup]],
     ) -> None:
-        held = [_parameter_ids(optimizer) for optimizer in optimizers]
+        held = [_parameter_ids(optimizer) for optimizer, _, _ in optimizers]
+        optimized = set().union(*held)
         parts: list[ModelParts] = []
-        for model, excluded in zip(models, exclusions, strict=True):
-            binding = ModelBinding(setup.policy, group, excluded, setup.keep_inputs)
+        for model, binding in models:
             self._models[model] = binding
-            optimized = set().union(*held)
-            binding.bind(
-                model, self._masters, optimized, self.context, may_skip=not group.is_identity
-            )
+            may_skip = not binding.group.is_identity
+            binding.bind(model, self._masters, optimized, self.context, may_skip=may_skip)
             parts.append(ModelParts(weakref.ref(model), binding.statistics))
-        for optimizer, ids in zip(optimizers, held, strict=True):
+        for (optimizer, policy, group), ids in zip(optimizers, held, strict=True):
             own = [
                 part
-                for part, model in zip(parts, models, strict=True)
+                for part, (model, _) in zip(parts, models, strict=True)
                 if any(id(parameter) in ids for parameter in model.parameters())
             ]
             self._bindings[id(optimizer)] = OptimizerBinding(
-                optimizer, setup.policy, group, self._masters, self.context, own
+                optimizer, policy, group, self._masters, self.context, own
             )
-            _warn_of_vanishing_eps(optimizer)
-        self.scalers.add(group)
-        if setup.policy.patch_torch_functions:
-            self.context.half_dtype = setup.policy.half_dtype
         self._adjust_casts()
 
     def _is_unchanged(
@@ -190,34 +198,71 @@ class Session:
             for binding, excluded in zip(bound_models, exclusions, strict=True)
         )
 
-    def _release(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-        """Undo what earlier calls did to these objects, and to optimizers of these models."""
+    def _at_odds(self, models: Sequence[nn.Module], policy: Policy) -> list[nn.Module]:
+        """Models under another policy that share tensors with `models`: parts, or wholes."""
+        tensors = {id(tensor) for model in models for tensor in model.parameters()}
+        return [
+            other
+            for other, binding in list(self._models.items())
+            if binding.policy != policy
+            and not any(other is model for model in models)
+            and any(id(tensor) in tensors for tensor in other.parameters())
+        ]
+
+    def _release(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], policy: Policy
+    ) -> tuple[list[tuple[nn.Module, ModelBinding]], list[tuple[Any, Policy, ScalerGroup]]]:
+        """Undo what earlier calls did to these objects, and to optimizers of these models.
+
+        Returns what `_bind` takes to do it again.
+        """
         known = [model for model in models if model in self._models]
+        known += self._at_odds(models, policy)
         tensors = {id(tensor) for model in known for tensor in model.parameters()}
+        released: list[tuple[Any, Policy, ScalerGroup]] = []
         for key, binding in list(self._bindings.items()):
             is_given = any(binding.optimizer is optimizer for optimizer in optimizers)
             if is_given or binding.holds_any(tensors):
+                released.append((binding.optimizer, binding.policy, binding.group))
                 binding.release()
                 del self._bindings[key]
+        earlier: list[tuple[nn.Module, ModelBinding]] = []
         for model in known:
-            self._models.pop(model).release()
+            bound = self._models.pop(model)
+            bound.release()
+            earlier.append((model, bound.renewed()))
+        return earlier, released
 
     def _adjust_casts(self) -> None:
         """Install casts if some live object wants them, and scope every model; else remove all."""
         models = list(self._models.items())
-        policies = [binding.policy for _, binding in models]
-        policies += [binding.policy for binding in self._bindings.values()]
-        is_wanted = any(policy.patch_torch_functions for policy in policies)
-        if is_wanted and not self._are_casts_installed:
+        policies = [binding.policy for binding in self._bindings.values()]
+        policies += [binding.policy for _, binding in models]
+        half_dtypes = [policy.half_dtype for policy in policies if policy.patch_torch_functions]
+        if half_dtypes and not self._are_casts_installed:
             self._casts.on_restore(self._forget_casts)
             self._are_casts_installed = True
             install_casts(self._casts, self.context)
-            watch_weights(self._casts, self.context.cache)
-            _leave_fast_path(self._casts)
-        elif not is_wanted and self._are_casts_installed:
+            adjust_surroundings(self._casts, self.context)
+        elif not half_dtypes and self._are_casts_installed:
             self._casts.restore()
+        if half_dtypes:
+            self.context.half_dtype = half_dtypes[-1]  # of the newest model
+        self._adjust_watch(any(one.patch_torch_functions or one.master_weights for one in policies))
         for model, binding in models:
-            binding.scope(model, self.context, is_wanted=is_wanted)
+            binding.scope(model, self.context, are_casts_installed=bool(half_dtypes))
+
+    def _adjust_watch(self, is_wanted: bool) -> None:
+        if is_wanted and not self._is_watching:
+            watch_weights(self._watch, self._on_data, self.context.cache.clear)
+        elif not is_wanted:
+            self._watch.restore()
+        self._is_watching = is_wanted
+
+    def _on_data(self, parameter: torch.Tensor) -> None:
+        """Somebody takes `parameter.data`, and may write to it."""
+        self.context.cache.discard(parameter)
+        self._masters.distrust(parameter)
 
     def _forget_casts(self) -> None:
         self._are_casts_installed = False
@@ -225,66 +270,5 @@ class Session:
         self.context.cache.clear()
 
 
-class SessionSlot:
-    """Where the session of this process is kept."""
-
-    def __init__(self) -> None:
-        self.session: Session | None = None
-
-    def open(self) -> Session:
-        """The current session, made if there is none."""
-        if self.session is None:
-            self.session = Session()
-        return self.session
-
-    def require(self, caller: str) -> Session:
-        """The current session, or AmpError."""
-        if self.session is None:
-            raise AmpError(f"{caller}: expected an earlier call of amp.initialize, found none")
-        return self.session
-
-    def close(self) -> None:
-        """Close the current session, if any."""
-        session, self.session = self.session, None
-        if session is not None:
-            session.close()
-
-
-slot = SessionSlot()
-
-
 def _parameter_ids(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _check_arguments(models: Sequence[nn.Module], names: frozenset[str]) -> None:
-    known = {name for model in models for name in forward_arguments(model)} if names else set()
-    unknown = sorted(names - known)
-    if unknown and models:
-        raise AmpError(
-            f"keep_inputs: expected names of arguments of forward ({', '.join(sorted(known))}), "
-            f"found {unknown[0]!r}"
-        )
-
-
-def _warn_of_vanishing_eps(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        if not isinstance(eps, float) or not eps > 0:
-            continue
-        if any(
-            parameter.dtype is torch.float16 and torch.tensor(eps, dtype=torch.float16) == 0
-            for parameter in group["params"]
-        ):
-            warn(
-                f"eps={eps:g} of {type(optimizer).__name__} is 0 in float16, and its update "
-                "divides by zero; pass eps=1e-4 or so, or use 'O2', whose optimizer works in FP32"
-            )
-            return
-
-
-def _leave_fast_path(patcher: Patcher) -> None:
-    """Attention in eval mode has a fused path that calls no function with a cast."""
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
-    patcher.on_restore(lambda: torch.backends.mha.set_fastpath_enabled(was_enabled))
-    torch.backends.mha.set_fastpath_enabled(False)

@@ -11,7 +11,7 @@ from torch import nn
 from amp_patch.errors import AmpError
 from amp_patch.parsing import parse_dtype
 from amp_patch.policy import CASTABLE
-from amp_patch.session import slot
+from amp_patch.slot import slot
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:

@@ -37,9 +37,11 @@ def _map_sequence(function: TensorMap, value: Any) -> Any:
         return value
     if isinstance(value, list):
         return _refilled_list(value, mapped)
-    if hasattr(value, "_make"):  # a namedtuple
-        return value._make(mapped)
-    return type(value)(mapped)  # also torch.return_types and torch.Size, which take a sequence
+    # A namedtuple has its own way; torch.return_types and torch.Size take a sequence as tuple does.
+    refilled = value._make(mapped) if hasattr(value, "_make") else type(value)(mapped)
+    if getattr(value, "__dict__", None):
+        vars(refilled).update(vars(value))
+    return refilled
 
 
 def _refilled_list(value: list[Any], mapped: list[Any]) -> list[Any]:
@@ -60,18 +62,26 @@ def _map_mapping(function: TensorMap, value: Mapping[Any, Any]) -> Any:
         return value
     if type(value) is dict:
         return {**value, **changed}
-    refilled: Any = copy.copy(
-        value
-    )  # keeps default factories, attributes and the order of the keys
-    for key, item in changed.items():
-        refilled[key] = item
-    return refilled
+    if isinstance(value, dict) or hasattr(type(value), "__copy__"):
+        refilled: Any = copy.copy(value)  # keeps default factories, attributes and the keys' order
+        for key, item in changed.items():
+            refilled[key] = item
+        return refilled
+    return _rebuilt({**value, **changed}, type(value))
+
+
+def _rebuilt(items: dict[Any, Any], kind: Any) -> Any:
+    """A mapping of the user's own `kind`; a dict where that does not take one."""
+    try:
+        return kind(items)
+    except TypeError:
+        return items
 
 
 def _map_dataclass(function: TensorMap, value: Any) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
-        item = getattr(value, field.name)
+        item = getattr(value, field.name, None)
         mapped = map_tensors(function, item)
         if mapped is not item:
             changed[field.name] = mapped

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
+from amp_patch.errors import AmpError
+
 _MIN_PURGE = 256
 
 
@@ -30,6 +32,7 @@ class CastCache:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._purge_at = _MIN_PURGE
+        self.verifies = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -45,7 +48,11 @@ class CastCache:
             and entry.cast.dtype is dtype
             and (entry.cast.requires_grad == weight.requires_grad or not torch.is_grad_enabled())
         ):
+            if self.verifies:
+                _verify(weight, entry.cast)
             return entry.cast
+        if weight.dtype is dtype:
+            return weight
         cast = weight.to(dtype)
         if not torch.is_inference_mode_enabled() and not weight.is_inference():
             self._keep(weight, cast)
@@ -72,3 +79,13 @@ class CastCache:
         for key in [key for key, entry in list(entries.items()) if entry.source() is None]:
             entries.pop(key, None)
         self._purge_at = max(2 * len(entries), _MIN_PURGE)
+
+
+def _verify(weight: Parameter, cast: torch.Tensor) -> None:
+    fresh = weight.detach().to(cast.dtype)
+    if not torch.equal(fresh.nan_to_num(), cast.detach().nan_to_num()):
+        raise AmpError(
+            f"a cached cast of a weight of shape {tuple(weight.shape)} is stale: the weight was "
+            "written to in a way that torch does not count (numpy, a flat buffer, an alias of "
+            ".data that was taken earlier). Call amp.clear_cache() after such writes"
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class CastContext:
     def __init__(self) -> None:
         self.half_dtype: torch.dtype | None = None
         self.cache = CastCache()
+        self._keeping = 0
         self._scope: ContextVar[_Scope | None] = ContextVar("amp_patch_scope", default=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastContext:
@@ -60,20 +62,22 @@ class CastContext:
     def suspended(self) -> Iterator[None]:
         """No casts inside, on this thread. Nests; left as it was found, also by an exception."""
         before = self.suspend()
+        # torch.compile knows nothing of casts, but guards on this flag, which matters to
+        # torch.autocast alone: code compiled with casts is so not taken for code without.
+        autocast_caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
+            torch.set_autocast_cache_enabled(autocast_caches)
             self.restore(before)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """Inside a suspension: as it was before that (for a closure within a step)."""
         inside = self._scope.get()
-        self.restore(None if inside is None else inside.outer)
-        try:
+        with self._within(None if inside is None else inside.outer):
             yield
-        finally:
-            self.restore(inside)
 
     def enter(self, owner: object, half_dtype: torch.dtype | None) -> None:
         """Begin the scope of `owner`, a model in forward. A user's suspension stays in force."""
@@ -94,8 +98,41 @@ class CastContext:
         if scope is None:
             return
         self._scope.set(scope.outer)
-        if scope.outer is None and not torch.is_grad_enabled():
+        if scope.outer is None and not torch.is_grad_enabled() and not self._keeping:
             self.cache.clear()
+
+    def is_inside_another(self, owner: object) -> bool:
+        """Whether the forward of `owner` runs inside the forward of another model."""
+        scope = self._scope.get()
+        if scope is not None and scope.owner is owner:
+            scope = scope.outer
+        while scope is not None and scope.owner is None:  # a suspension
+            scope = scope.outer
+        return scope is not None
+
+    def captured(self) -> Callable[[], AbstractContextManager[None]]:
+        """The present scope, to be entered again later, by whoever runs code of now once more."""
+        return functools.partial(self._within, self._scope.get())
+
+    @contextmanager
+    def _within(self, scope: _Scope | None) -> Iterator[None]:
+        before = self._scope.get()
+        self._scope.set(scope)
+        try:
+            yield
+        finally:
+            self._scope.set(before)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """The end of a forward without gradients does not empty the cache; the end of this does."""
+        self._keeping += 1
+        try:
+            yield
+        finally:
+            self._keeping -= 1
+            if not self._keeping:
+                self.cache.clear()
 
 
 def _is_tracing() -> bool:

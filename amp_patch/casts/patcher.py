@@ -26,9 +26,10 @@ class Patcher:
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Set `owner.name` to `new` until `restore`."""
+        reference = weakref.ref(owner)
         previous = vars(owner).get(name, _INHERITED)
         setattr(owner, name, new)
-        self._undo.callback(_put_back, weakref.ref(owner), name, new, previous)
+        self._undo.callback(_put_back, reference, name, new, previous)
 
     def on_restore(self, callback: Callable[[], object]) -> None:
         """Call `callback()` when `restore` reaches this point."""

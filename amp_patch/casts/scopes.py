@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -16,10 +17,19 @@ class _EnterScope(ModelHook):
     def __init__(self, context: CastContext, half_dtype: torch.dtype | None) -> None:
         self.context = context
         self.half_dtype = half_dtype
+        self.known: Any = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.known is None or self.known() is not module:
+            self._meet(module)
         if not torch.compiler.is_compiling():
             self.context.enter(module, self.half_dtype)
+
+    def _meet(self, module: nn.Module) -> None:
+        """Casts of a model that is gone, a copy of one too, would keep its weights alive."""
+        self.known = weakref.ref(module)
+        finalizer = weakref.finalize(module, self.context.cache.clear)
+        finalizer.atexit = False
 
 
 class _LeaveScope(ModelHook):

@@ -1,4 +1,4 @@
-"""Notice writes to weights that no counter of torch shows, so that no stale cast is used.
+"""Notice writes to weights that no counter of torch shows.
 
 Writing through `weight.data` moves no version counter, and fused optimizers move none either.
 Still unseen: an alias taken before and written later (a kept `d = weight.data`, a flat buffer,
@@ -7,29 +7,33 @@ numpy). `amp_patch.clear_cache()` is for those.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_patch.casts.cache import CastCache
 from amp_patch.casts.patcher import Patcher
 
 
-def watch_weights(patcher: Patcher, cache: CastCache) -> None:
-    """Drop casts when `.data` of their weight is taken or set, and when an optimizer stepped."""
+def watch_weights(
+    patcher: Patcher, on_data: Callable[[torch.Tensor], object], on_step: Callable[[], object]
+) -> None:
+    """Call `on_data` with a parameter whose `.data` is taken or set, `on_step` after any step."""
     plain: Any = torch.Tensor.data
 
     def read(tensor: torch.Tensor) -> Any:
-        cache.discard(tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            on_data(tensor)
         return plain.__get__(tensor)
 
     def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        cache.discard(tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            on_data(tensor)
         plain.__set__(tensor, value)
 
-    def clear(*_: Any) -> None:
-        cache.clear()
+    def stepped(*_: Any) -> None:
+        on_step()
 
     patcher.replace(torch.Tensor, "data", property(read, write, doc=plain.__doc__))
-    patcher.on_restore(register_optimizer_step_post_hook(clear).remove)
+    patcher.on_restore(register_optimizer_step_post_hook(stepped).remove)

@@ -10,6 +10,7 @@ import torch
 from amp_patch.errors import AmpError
 from amp_patch.scaling import gradients
 from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
 from amp_patch.weights.master_weights import ParamPair
 
 _Gradient = torch.Tensor | None
@@ -33,7 +34,7 @@ class GradientWindow:
     def __init__(self) -> None:
         self.stage = Stage.READY
         self.has_overflow = False
-        self.unchecked: list[tuple[LossScaler, list[torch.Tensor]]] = []
+        self.unchecked: list[tuple[OverflowCheck, int]] = []  # and which optimizer of it this is
         self._pairs: list[ParamPair] = []
         self._unscaled: list[_Gradient] = []  # of the masters, set aside; empty if none had any
         self._scaled: list[_Gradient] = []  # of the model, from earlier blocks with delay_unscale
@@ -67,9 +68,26 @@ class GradientWindow:
                 "delay_unscale"
             )
         else:
+            self._join(pairs)
             self._scaled = _taken([pair.model for pair in self._pairs])
         self._scaler = scaler
         self._stage_before, self.stage = self.stage, Stage.BACKWARD
+
+    def _join(self, pairs: Iterable[ParamPair]) -> None:
+        """Take in parameters that have come since the window began."""
+        known = {id(pair.master) for pair in self._pairs}
+        joined = [pair for pair in pairs if id(pair.master) not in known]
+        self._pairs = self._pairs + joined
+        if self._unscaled:
+            self._unscaled = self._unscaled + [None] * len(joined)
+
+    def close_early(self) -> None:
+        """The optimizer is released: leave unscaled gradients behind."""
+        if self.stage is Stage.BACKWARD:
+            self.abandon()
+        if self.stage is Stage.DELAYED and self._scaler is not None:
+            self.unscale(self._scaler)
+            self.settle(keep=True)
 
     def abandon(self) -> None:
         """The block raised: put the gradients back as they were before it."""
@@ -131,11 +149,6 @@ class GradientWindow:
         self._kept = self._dropped = 0
         return weight
 
-    def take_unchecked(self) -> list[torch.Tensor]:
-        """The verdicts that earlier blocks left to this one."""
-        unchecked, self.unchecked = self.unchecked, []
-        return [verdict for _, found in unchecked for verdict in found]
-
     def take_overflow(self) -> bool:
         """Whether the step that follows must be skipped; forgotten by asking."""
         has_overflow = self.will_skip()
@@ -146,8 +159,8 @@ class GradientWindow:
 
     def will_skip(self) -> bool:
         """Whether the step that follows must be skipped. Makes a check that was delayed."""
-        for scaler, found in self.unchecked:
-            self.has_overflow |= scaler.update(gradients.any_found(found))
+        make_checks(check for check, _ in self.unchecked)
+        self.has_overflow |= any(check.skips[i] for check, i in self.unchecked)
         self.unchecked = []
         return self.has_overflow or (self._dropped > 0 and self._kept == 0)
 

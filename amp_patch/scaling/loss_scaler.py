@@ -75,6 +75,7 @@ class LossScaler:
         self.max_scale = max_scale
         self.skipped_in_a_row = 0
         self.is_reported = False  # whether the present row of skips was diagnosed
+        self.is_in_loss = False  # whether the loss was computed from gradients scaled by this
         self._unskipped = 0
 
     @classmethod
@@ -123,6 +124,7 @@ class LossScaler:
 
     def update(self, overflow: bool) -> bool:
         """Account for one checked backward pass. Returns whether its step must be skipped."""
+        self.is_in_loss = False
         if overflow:
             self._unskipped = 0
             self.skipped_in_a_row += 1

@@ -19,18 +19,10 @@ from amp_patch.policy import Policy
 from amp_patch.scaling import gradients
 from amp_patch.scaling.gradient_window import GradientWindow, Stage, stray_gradient_message
 from amp_patch.scaling.loss_scaler import LossScaler
-from amp_patch.scaling.optimizer_state import move_state, snapshot
+from amp_patch.scaling.optimizer_state import ClosureOverflowError, move_state, snapshot
 from amp_patch.scaling.scaler_groups import ScalerGroup
 from amp_patch.weights.master_weights import MasterWeights, ParamPair
 from amp_patch.weights.running_statistics import RunningStatistics
-
-
-class ClosureOverflowError(Exception):
-    """Carries the loss out of an optimizer's step whose closure overflowed. Users never see it."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__("gradients overflowed inside a closure")
-        self.loss = loss
 
 
 class ModelParts(NamedTuple):
@@ -83,6 +75,7 @@ class OptimizerBinding:
     def release(self) -> None:
         """Give the optimizer back as it was: its methods, parameters, gradients and state."""
         self._is_bound = False
+        self.window.close_early()
         self._patcher.restore()
 
     def holds_any(self, tensors: Container[int]) -> bool:
@@ -121,10 +114,9 @@ class OptimizerBinding:
         self._patcher.on_restore(self._unpair)
         for group in optimizer.param_groups:
             self._pair(optimizer, group["params"])
-        self._replace_method(optimizer, "step", _step)
-        self._replace_method(optimizer, "zero_grad", _zero_grad)
-        if hasattr(optimizer, "add_param_group"):
-            self._replace_method(optimizer, "add_param_group", _add_param_group)
+        for name, replacement in _METHODS.items():
+            if hasattr(optimizer, name):  # wrappers that are no torch Optimizer lack some
+                self._replace_method(optimizer, name, replacement)
 
     def _replace_method(self, optimizer: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(optimizer, name)
@@ -298,3 +290,6 @@ def _add_param_group(
     result = original(*args, **kwargs)
     binding.add(binding.optimizer.param_groups[-1])
     return result
+
+
+_METHODS = {"step": _step, "zero_grad": _zero_grad, "add_param_group": _add_param_group}

@@ -1,4 +1,4 @@
-"""Move the state of an optimizer between parameters; copy it, and put it back."""
+"""The state of an optimizer: moved between parameters, copied, put back, looked at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from amp_patch.policy import CASTABLE
+from amp_patch.errors import warn
+from amp_patch.policy import CASTABLE, Policy
+
+
+class ClosureOverflowError(Exception):
+    """Carries the loss out of an optimizer's step whose closure overflowed. Users never see it."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__("gradients overflowed inside a closure")
+        self.loss = loss
 
 
 def move_state(
@@ -45,3 +54,17 @@ def snapshot(optimizer: Any) -> Callable[[], None]:
             state.update(saved_state)
 
     return restore
+
+
+def warn_of_vanishing_eps(optimizer: Any, policy: Policy) -> None:
+    """Warn where Adam and its kin would divide by an eps that is 0 in the dtype of the weights."""
+    if policy.cast_model_type is not torch.float16 or policy.master_weights:
+        return
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=torch.float16) == 0:
+            warn(
+                f"eps={eps:g} of {type(optimizer).__name__} is 0 in float16, and its update "
+                "divides by zero; pass eps=1e-4 or so, or use 'O2', whose optimizer works in FP32"
+            )
+            return

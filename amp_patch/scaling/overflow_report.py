@@ -32,6 +32,7 @@ class OverflowReport:
 
     loss_scale: float
     skipped_in_a_row: int
+    is_scale_dynamic: bool
     is_loss_finite: bool
     gradients: tuple[NonFiniteGradient, ...]
 
@@ -55,6 +56,8 @@ class OverflowReport:
                 "above 65504 in the forward pass, bad data, or too high a learning rate; "
                 "opt_level='O4' or 'O5' (bfloat16) has the range of FP32"
             )
+        if not self.is_scale_dynamic:
+            return "The loss scale is static: pass a lower loss_scale, or 'dynamic'"
         return (
             "The loss scale can go no lower: allow a lower one by min_loss_scale if the gradients "
             "are large, or use opt_level='O4' or 'O5' (bfloat16), which has the range of FP32; if "
@@ -66,6 +69,7 @@ def report_overflow(
     loss: torch.Tensor,
     loss_scale: float,
     skipped_in_a_row: int,
+    is_scale_dynamic: bool,
     named_gradients: Iterable[tuple[str, torch.Tensor]],
 ) -> OverflowReport:
     """Look at every gradient. Synchronises."""
@@ -76,4 +80,6 @@ def report_overflow(
         if infs or nans:
             found.append(NonFiniteGradient(name, infs, nans, values.numel()))
     is_loss_finite = bool(torch.isfinite(loss.detach()).all())
-    return OverflowReport(loss_scale, skipped_in_a_row, is_loss_finite, tuple(found))
+    return OverflowReport(
+        loss_scale, skipped_in_a_row, is_scale_dynamic, is_loss_finite, tuple(found)
+    )

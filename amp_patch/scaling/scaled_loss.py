@@ -8,11 +8,10 @@ import torch
 
 from amp_patch.casts.cache import CastCache
 from amp_patch.errors import warn
-from amp_patch.scaling.gradients import each_found
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
-from amp_patch.scaling.overflow_report import report_overflow
-from amp_patch.scaling.ranks import agreed
+from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
+from amp_patch.scaling.overflow_report import OverflowReport, report_overflow
 
 
 class ScaledLoss:
@@ -21,15 +20,6 @@ class ScaledLoss:
     All of `bindings` skip their next step together. If the body raises, their gradients are what
     they were. `cache` is empty afterwards. Synchronises once, where a check is made.
     """
-
-    __slots__ = (
-        "_bindings",
-        "_cache",
-        "_delay_overflow_check",
-        "_delay_unscale",
-        "_loss",
-        "_scaler",
-    )
 
     def __init__(
         self,
@@ -42,6 +32,7 @@ class ScaledLoss:
         delay_overflow_check: bool,
     ) -> None:
         self._loss = loss
+        self._is_from_gradients = scaler.is_in_loss
         self._bindings = bindings
         self._scaler = scaler
         self._cache = cache
@@ -66,13 +57,66 @@ class ScaledLoss:
         try:
             if error is not None:
                 _abandon(self._bindings)
-            elif self._delay_unscale:
-                for binding in self._bindings:
-                    binding.window.delay()
-            else:
-                _unscale(self._loss, self._bindings, self._scaler, self._delay_overflow_check)
+                return
+            try:
+                report = self._leave()
+            except BaseException:
+                _abandon(self._bindings)
+                raise
+            if report is not None:
+                warn(str(report))
         finally:
             self._cache.clear()
+
+    def _leave(self) -> OverflowReport | None:
+        """Unscale and check, with one wait for the device. Returns what the user should know."""
+        windows = [binding.window for binding in self._bindings]
+        if self._delay_unscale:
+            for window in windows:
+                window.delay()
+            return None
+        verdicts = [window.unscale(self._scaler) for window in windows]
+        if self._scaler.is_identity:
+            for window in windows:
+                window.settle(keep=True)
+            return None
+        policy = self._bindings[0].policy
+        check = OverflowCheck(
+            self._scaler,
+            verdicts,
+            skip_together=policy.skip_together,
+            sync_overflow=policy.sync_overflow,
+        )
+        earlier = [window.unchecked for window in windows]
+        for i, window in enumerate(windows):
+            window.unchecked = [*earlier[i], (check, i)]
+        if self._delay_overflow_check:
+            for window in windows:
+                window.settle(keep=True)
+            return None
+        scale = self._scaler.scale
+        make_checks(one for window in windows for one, _ in window.unchecked)
+        report = self._report(scale) if check.has_overflow else None
+        for i, window in enumerate(windows):
+            is_dropped = check.skips[i] and policy.overflow_drops == "micro_batch"
+            if is_dropped:  # what earlier blocks left unchecked concerns the whole window
+                window.unchecked = earlier[i]
+            window.will_skip()
+            window.settle(keep=not is_dropped)
+        return report
+
+    def _report(self, scale: float) -> OverflowReport | None:
+        """A quiet line for what is normal; a diagnosis, once, where no smaller scale can help."""
+        scaler = self._scaler
+        could_back_off = scaler.is_dynamic and scale > scaler.min_scale
+        if could_back_off and (self._is_from_gradients or bool(torch.isfinite(self._loss).all())):
+            self._bindings[0].group.log_overflow(scale)
+            return None
+        if scaler.is_reported:
+            return None
+        scaler.is_reported = True
+        named = [row for binding in self._bindings for row in binding.named_gradients()]
+        return report_overflow(self._loss, scale, scaler.skipped_in_a_row, scaler.is_dynamic, named)
 
 
 def _abandon(bindings: Sequence[OptimizerBinding]) -> None:
@@ -85,42 +129,3 @@ def _scaled(loss: torch.Tensor, scaler: LossScaler) -> torch.Tensor:
         return loss
     wide = loss if loss.dtype is torch.float64 else loss.float()
     return wide * scaler.scale
-
-
-def _unscale(
-    loss: torch.Tensor, bindings: Sequence[OptimizerBinding], scaler: LossScaler, delays_check: bool
-) -> None:
-    """Unscale and check the gradients of all bindings, with one wait for the device."""
-    policy = bindings[0].policy
-    found = [binding.window.unscale(scaler) for binding in bindings]
-    if delays_check or scaler.is_identity:
-        for binding, verdicts in zip(bindings, found, strict=True):
-            binding.window.settle(keep=True)
-            if verdicts:
-                binding.window.unchecked.append((scaler, verdicts))
-        return
-    earlier = [binding.window.take_unchecked() for binding in bindings]
-    if policy.sync_overflow:
-        found = [agreed(verdicts) for verdicts in found]
-    overflows = each_found([one + other for one, other in zip(found, earlier, strict=True)])
-    has_overflow = any(overflows)
-    if has_overflow:
-        _report(loss, bindings, scaler)
-    for binding, own, unchecked in zip(bindings, overflows, earlier, strict=True):
-        is_hit = has_overflow if policy.skip_together else own
-        is_dropped = is_hit and policy.overflow_drops == "micro_batch" and not unchecked
-        binding.window.settle(keep=not is_dropped)
-        binding.window.has_overflow |= is_hit and not is_dropped
-    scaler.update(has_overflow)
-
-
-def _report(loss: torch.Tensor, bindings: Sequence[OptimizerBinding], scaler: LossScaler) -> None:
-    """A quiet line for what is normal; a diagnosis, once, where no smaller scale can help."""
-    group = bindings[0].group
-    can_back_off = scaler.is_dynamic and not scaler.is_at_floor
-    if can_back_off and bool(torch.isfinite(loss.detach()).all()):
-        group.log_overflow(scaler)
-    elif not scaler.is_reported:
-        scaler.is_reported = True
-        named = [row for binding in bindings for row in binding.named_gradients()]
-        warn(str(report_overflow(loss, scaler.scale, scaler.skipped_in_a_row + 1, named)))

@@ -14,6 +14,15 @@ from amp_patch.policy import Policy
 from amp_patch.scaling.loss_scaler import DynamicLossScale, LossScaler
 from amp_patch.scaling.ranks import rank
 
+_MALFORMED = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 logger = logging.getLogger("amp_patch")
 
 
@@ -40,7 +49,7 @@ class ScalerGroup:
         """The scaler of `loss_id`."""
         return _at(self.scalers, loss_id)
 
-    def log_overflow(self, scaler: LossScaler) -> None:
+    def log_overflow(self, scale: float) -> None:
         """A line for a normal overflow: on rank 0, and ever more seldom."""
         self._overflows += 1
         is_seldom = self._overflows <= 3 or self._overflows.bit_count() == 1
@@ -48,7 +57,7 @@ class ScalerGroup:
             logger.info(
                 "Gradients overflowed at loss scale %g: the step is skipped. Normal at the start "
                 "of a run, and now and then later (%d so far)",
-                scaler.scale,
+                scale,
                 self._overflows,
             )
 
@@ -78,6 +87,7 @@ class ScalerGroups:
 
     def state_dict(self) -> dict[str, dict[str, float | int]]:
         """The state of every scaler, as `loss_scaler0`, `loss_scaler1`, ..."""
+        self._forget_dead()
         return {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(self._scalers())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -88,6 +98,7 @@ class ScalerGroups:
         if "_growth_tracker" in state and "scale" in state:
             first = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
             state = {"loss_scaler0": first}
+        self._forget_dead()
         known = {f"loss_scaler{i}": scaler for i, scaler in enumerate(self._scalers())}
         checked = {name: _checked(name, state[name]) for name in known if name in state}
         missing, extra = known.keys() - state.keys(), state.keys() - known.keys()
@@ -99,10 +110,13 @@ class ScalerGroups:
         for name, entry in checked.items():
             known[name].load_state_dict(entry)
 
-    def _scalers(self) -> tuple[LossScaler, ...]:
+    def _forget_dead(self) -> None:
+        """Optimizers sit in cycles: those of a notebook's last run must not count as alive."""
         if len(self._groups) > 1:
-            gc.collect()  # optimizers sit in cycles; those of a notebook's last run must not count
+            gc.collect()
             self._groups = [reference for reference in self._groups if reference() is not None]
+
+    def _scalers(self) -> tuple[LossScaler, ...]:
         groups = [group for group in (reference() for reference in self._groups) if group]
         return tuple(scaler for group in groups for scaler in group.scalers)
 
@@ -119,6 +133,8 @@ def _make_scaler(scale: OneScale, policy: Policy) -> LossScaler:
 def _at(scalers: tuple[LossScaler, ...], loss_id: int) -> LossScaler:
     if isinstance(loss_id, int) and 0 <= loss_id < len(scalers):
         return scalers[loss_id]
+    if not scalers:
+        raise AmpError("loss_id: expected live models or optimizers, found that all are gone")
     raise AmpError(
         f"loss_id: expected 0 to {len(scalers) - 1}, found {loss_id!r}; pass num_losses to "
         "initialize"
@@ -129,7 +145,7 @@ def _checked(name: str, entry: Any) -> dict[str, float | int]:
     try:
         state = {"loss_scale": float(entry["loss_scale"]), "unskipped": int(entry["unskipped"])}
         state["skipped_in_a_row"] = int(entry.get("skipped_in_a_row", 0))
-    except (TypeError, KeyError, ValueError, AttributeError):
+    except _MALFORMED:
         state = {}
     if not 0 < state.get("loss_scale", 0) < float("inf") or state["unskipped"] < 0:
         raise AmpError(

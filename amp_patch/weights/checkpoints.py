@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from amp_patch.errors import AmpError
 from amp_patch.hooks import ModelHook
 from amp_patch.weights.master_weights import MasterWeights
 
@@ -25,7 +26,7 @@ class _MasterHook(ModelHook):
     @classmethod
     def of(cls, module: nn.Module, masters: MasterWeights) -> Self:
         """The hook for the parameters and buffers that `module` holds directly."""
-        return cls((tensor for _, tensor in _own_tensors(module)), masters)
+        return cls((tensor for _, tensor in held_tensors(module)), masters)
 
     def alive(self) -> list[torch.Tensor]:
         """Those of the tensors that still exist."""
@@ -43,7 +44,7 @@ class FullPrecisionSave(_MasterHook):
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        for name, tensor in _own_tensors(module):
+        for name, tensor in held_tensors(module):
             value = state_dict.get(prefix + name)
             full = None if value is None else self.masters.full_value(tensor)
             if full is not None:
@@ -54,8 +55,20 @@ class FullPrecisionSave(_MasterHook):
 class FullPrecisionLoad(_MasterHook):
     """Writes the values of a state dict into the masters, before torch rounds them."""
 
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, tensor in _own_tensors(module):
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise AmpError(
+                "load_state_dict: assign=True would put FP32 tensors in place of the half weights "
+                "of a cast model; leave assign out, or load before initialize"
+            )
+        for name, tensor in held_tensors(module):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor):
                 self.masters.set_master_(tensor, value)
@@ -77,7 +90,8 @@ class FollowMasters(_MasterHook):
             self.follow()
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that `module` holds directly, by name."""
     return itertools.chain(
         module.named_parameters(recurse=False), module.named_buffers(recurse=False)
     )

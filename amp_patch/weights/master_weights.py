@@ -17,13 +17,14 @@ from amp_patch.scaling import gradients
 class CastTensor:
     """What is remembered of one tensor of a model that was cast, without holding it."""
 
-    __slots__ = ("master", "master_version", "original_dtype", "version")
+    __slots__ = ("holders", "master", "master_version", "original_dtype", "version")
 
     def __init__(
         self, master: torch.Tensor | None, original_dtype: torch.dtype, version: int
     ) -> None:
         self.master = master
         self.original_dtype = original_dtype
+        self.holders = 1  # how many models hold the tensor
         self.version = version  # of the model's tensor when it last agreed with the master
         self.master_version = 0 if master is None else master._version
 
@@ -69,6 +70,7 @@ class MasterWeights:
         for tensor in tensors:
             known = self._casts.get(tensor)
             if known is not None:
+                _refresh_(tensor, known)
                 twin = copy.deepcopy(tensor, memo)
                 master = copy.deepcopy(known.master, memo)
                 copied._casts[twin] = CastTensor(master, known.original_dtype, twin._version)
@@ -79,6 +81,12 @@ class MasterWeights:
 
         The tensor stays the same object. An FP32 gradient goes to the master with it.
         """
+        known = self._casts.get(tensor)
+        if known is not None:  # another model holds it too
+            known.holders += 1
+            if keep_master:
+                self.ensure_master(tensor)
+            return
         original, gradient = tensor.data, tensor.grad
         master: torch.Tensor | None = None
         if keep_master:
@@ -86,7 +94,11 @@ class MasterWeights:
             is_weight = isinstance(tensor, Parameter)
             master = Parameter(full, tensor.requires_grad) if is_weight else full
         tensor.grad = None
-        tensor.data = original.to(dtype)
+        try:
+            tensor.data = original.to(dtype)
+        except BaseException:
+            tensor.grad = gradient
+            raise
         if gradient is not None and master is not None:
             master.grad = gradient.float()
         elif gradient is not None:
@@ -95,9 +107,13 @@ class MasterWeights:
 
     def restore_(self, tensor: torch.Tensor) -> None:
         """Undo `cast_`: the dtype is back, the value that of the master where there is one."""
-        known = self._casts.pop(tensor, None)
+        known = self._casts.get(tensor)
         if known is None:
             return
+        known.holders -= 1
+        if known.holders > 0:
+            return
+        del self._casts[tensor]
         _refresh_(tensor, known)
         master, gradient = known.master, tensor.grad
         if master is not None and gradient is None:
@@ -131,9 +147,12 @@ class MasterWeights:
             or self.pair(parameter).has_master
         ):
             return
-        original_dtype = self.original_dtype(parameter)
+        known = self._casts.get(parameter)
         master = Parameter(parameter.detach().float(), parameter.requires_grad)
-        self._casts[parameter] = CastTensor(master, original_dtype, parameter._version)
+        if known is None:
+            known = self._casts[parameter] = CastTensor(None, parameter.dtype, 0)
+        known.master = master
+        known.mark_agreed(parameter)
 
     def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value behind a cast tensor: its master, else a copy in its original dtype.
@@ -154,6 +173,12 @@ class MasterWeights:
         if known is not None and known.master is not None and known.master.shape == value.shape:
             with torch.no_grad():
                 known.master.copy_(value)  # the model follows: torch copies into it next
+
+    def distrust(self, tensor: torch.Tensor) -> None:
+        """`tensor` may have been written to unseen by any counter: compare it next time."""
+        known = self._casts.get(tensor)
+        if known is not None:
+            known.version = -1
 
     def refresh(self, pairs: Iterable[ParamPair]) -> None:
         """Take over into the masters what was written into the model since they last agreed."""

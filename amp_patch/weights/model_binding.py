@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +27,10 @@ from amp_patch.weights.running_statistics import RunningStatistics, guard_statis
 
 
 class ModelBinding:
-    """What was done to one model. Holds nothing of the model itself.
-
-    `may_skip` says whether a step can ever be skipped, so that running statistics need guarding.
-    """
+    """What was done to one model. Holds nothing of the model itself."""
 
     def __init__(
-        self, policy: Policy, group: object, exclusions: Exclusions, kept_inputs: frozenset[str]
+        self, policy: Policy, group: Any, exclusions: Exclusions, kept_inputs: frozenset[str]
     ) -> None:
         self.policy = policy
         self.group = group
@@ -53,11 +51,10 @@ class ModelBinding:
         *,
         may_skip: bool,
     ) -> None:
-        """Cast and hook `model` as the policy says."""
-        # The casts of a model that is gone would keep its weights alive.
-        finalizer = weakref.finalize(model, context.cache.clear)
-        finalizer.atexit = False
-        self._patcher.on_restore(finalizer.detach)
+        """Cast and hook `model` as the policy says.
+
+        `may_skip` says whether a step can be skipped, so that running statistics need guarding.
+        """
         dtype = self.policy.cast_model_type
         if dtype is not None:
             tensors = cast_weights(
@@ -70,14 +67,20 @@ class ModelBinding:
             if self.policy.master_weights:
                 follow_masters(model, tensors, masters, self._patcher)
         if self.policy.cast_model_outputs is not None:
-            cast_outputs(model, self.policy.cast_model_outputs, self._switch, self._patcher)
+            cast_outputs(
+                model, self.policy.cast_model_outputs, self._switch, self._patcher, context
+            )
         if may_skip:
             self.statistics = guard_statistics(model, self._patcher)
 
-    def scope(self, model: nn.Module, context: CastContext, *, is_wanted: bool) -> None:
-        """Make the forward of `model` a scope of casts, or take the scope away."""
+    def renewed(self) -> ModelBinding:
+        """A binding that says the same and is not bound yet."""
+        return ModelBinding(self.policy, self.group, self.exclusions, self.kept_inputs)
+
+    def scope(self, model: nn.Module, context: CastContext, *, are_casts_installed: bool) -> None:
+        """Make the forward of `model` a scope, where there are casts or the model is cast."""
         self._scope.restore()
-        if is_wanted:
+        if are_casts_installed or self.policy.casts_model:
             half_dtype = self.policy.half_dtype if self.policy.patch_torch_functions else None
             scope_model(model, context, half_dtype, self._scope)
 

@@ -10,12 +10,18 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
 from amp_patch.errors import warn
 from amp_patch.hooks import ModelHook
 from amp_patch.policy import CASTABLE, HALF_DTYPES, Policy
 from amp_patch.structures import map_tensors
-from amp_patch.weights.checkpoints import FollowMasters, FullPrecisionLoad, FullPrecisionSave
+from amp_patch.weights.checkpoints import (
+    FollowMasters,
+    FullPrecisionLoad,
+    FullPrecisionSave,
+    held_tensors,
+)
 from amp_patch.weights.exclusions import Exclusions
 from amp_patch.weights.master_weights import MasterWeights
 
@@ -69,14 +75,25 @@ class CastInputs(ModelHook):
 
 
 class CastOutputs(ModelHook):
-    """A forward hook that casts the floating tensors in the result."""
+    """A forward hook that casts the floating tensors in the result.
 
-    def __init__(self, dtype: torch.dtype, switch: CastSwitch) -> None:
+    With a `context`, only where the forward is that of an outermost model: inside another one the
+    result goes on in half.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, switch: CastSwitch, context: CastContext | None = None
+    ) -> None:
         self.dtype = dtype
         self.switch = switch
+        self.context = context
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> Any:
-        return map_tensors(self.cast, result) if self.switch.is_on else result
+        if not self.switch.is_on:
+            return result
+        if self.context is not None and self.context.is_inside_another(module):
+            return result
+        return map_tensors(self.cast, result)
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` in the output's dtype, if it takes part in casts."""
@@ -110,8 +127,10 @@ def cast_weights(
     for owned in chosen:
         has_master = not owned.is_parameter or id(owned.tensor) in optimized
         masters.cast_(owned.tensor, dtype, keep_master=policy.master_weights and has_master)
-    for module in {id(owned.module): owned.module for owned in chosen}.values():
-        _hook_state_dict(module, masters, patcher)
+    cast = {id(owned.tensor) for owned in chosen}
+    for module in model.modules():  # also the second holder of a shared tensor
+        if any(id(tensor) in cast for _, tensor in held_tensors(module)):
+            _hook_state_dict(module, masters, patcher)
     return [owned.tensor for owned in chosen]
 
 
@@ -133,10 +152,14 @@ def cast_entry_and_exit(
 
 
 def cast_outputs(
-    model: nn.Module, dtype: torch.dtype, switch: CastSwitch, patcher: Patcher
+    model: nn.Module,
+    dtype: torch.dtype,
+    switch: CastSwitch,
+    patcher: Patcher,
+    context: CastContext | None = None,
 ) -> None:
     """Cast what the forward of `model` returns to `dtype`."""
-    outputs = model.register_forward_hook(CastOutputs(dtype, switch))
+    outputs = model.register_forward_hook(CastOutputs(dtype, switch, context))
     patcher.on_restore(outputs.remove)
 
 
@@ -152,8 +175,7 @@ def owned_tensors(model: nn.Module) -> Iterator[OwnedTensor]:
     """Every parameter and buffer of `model`, once each."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for name, tensor in own:
+        for name, tensor in held_tensors(module):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield OwnedTensor(f"{prefix}.{name}" if prefix else name, tensor, module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -9,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from amp_patch.errors import AmpError
 from amp_patch.policy import HALF_DTYPES, Policy
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.model_casting import owned_tensors
+from amp_patch.weights.model_casting import forward_arguments, owned_tensors
 
 # By name: importing some of these takes a second, and there may be none of them in this torch.
 _WRAPPERS = {
@@ -63,3 +65,14 @@ def _refuse_wrapper(model: nn.Module) -> None:
                 f"models: expected the plain model, found it wrapped in {base.__name__}; "
                 f"{_WRAPPERS[base.__name__]}"
             )
+
+
+def check_input_names(models: Sequence[nn.Module], names: frozenset[str]) -> None:
+    """Raise AmpError for a name in `keep_inputs` that no forward takes."""
+    known = {name for model in models for name in forward_arguments(model)} if names else set()
+    unknown = sorted(names - known)
+    if unknown and models:
+        raise AmpError(
+            f"keep_inputs: expected names of arguments of forward ({', '.join(sorted(known))}), "
+            f"found {unknown[0]!r}"
+        )

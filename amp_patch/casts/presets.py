@@ -1,0 +1,155 @@
+"""Presets of cast rules, and what a user adds to one of them. Data, and how to choose and show it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from amp_patch.casts.rules import (
+    DEFAULT_OPERATIONS,
+    OP_RULES,
+    SAFEGUARDS,
+    CastRule,
+    OpRule,
+    expand,
+    table,
+)
+from amp_patch.casts.spellings import names_of, spellings
+from amp_patch.errors import AmpError
+
+_CONVOLUTION = (
+    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"
+)
+_CELLS = "_VF.lstm_cell _VF.gru_cell _VF.rnn_tanh_cell _VF.rnn_relu_cell"
+_SEQUENCES = "_VF.lstm _VF.gru _VF.rnn_tanh _VF.rnn_relu"
+_LOSSES_IN_ALL = (
+    "l1_loss smooth_l1_loss mse_loss nll_loss poisson_nll_loss kl_div hinge_embedding_loss "
+    "cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss "
+    "soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits"
+)
+_UPSAMPLE = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
+)
+_STEEP = "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow"
+
+# The lists of NVIDIA's apex before it was retired, for a CUDA build of 9.1 or later. Arithmetic and
+# comparisons, which apex promotes, promote by themselves today.
+_APEX: Mapping[str, CastRule] = table(
+    (CastRule.HALF, f"{_CONVOLUTION} linear prelu addmm addmv addr matmul mm mv"),
+    (CastRule.HALF, f"addbmm baddbmm bmm {_CELLS} {_SEQUENCES}"),
+    (CastRule.FLOAT, f"{_STEEP} cumprod cumsum dist norm prod std sum var renorm"),
+    (CastRule.FLOAT, "interpolate grid_sample softplus softmin log_softmax softmax gelu"),
+    (CastRule.FLOAT, "layer_norm group_norm local_response_norm normalize cosine_similarity"),
+    (CastRule.FLOAT, f"{_LOSSES_IN_ALL} cross_entropy multilabel_soft_margin_loss ctc_loss"),
+    (CastRule.FLOAT, "Tensor.cpu"),
+    (CastRule.PROMOTE, "addcdiv addcmul atan2 cross bilinear dot cat stack"),
+    (CastRule.REFUSED, "binary_cross_entropy"),
+    (CastRule.REFUSED, "acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_"),
+    (CastRule.REFUSED, "sinh_ tan_ pow_ cumprod_ cumsum_ renorm_"),
+)
+# torch 2.13, torch/csrc/autocast_mode.h: the names that a Python program can reach.
+_CUDA: Mapping[str, CastRule] = table(
+    (CastRule.HALF, f"{_CONVOLUTION} convolution prelu addmm addmv addr matmul einsum mm mv"),
+    (CastRule.HALF, "linalg.vecdot linear addbmm baddbmm bmm chain_matmul linalg.multi_dot"),
+    (CastRule.HALF, f"{_CELLS} scaled_dot_product_attention"),
+    (CastRule.FLOAT, f"{_STEEP} log1p softplus layer_norm native_layer_norm rms_norm group_norm"),
+    (CastRule.FLOAT, f"frobenius_norm nuclear_norm cosine_similarity {_LOSSES_IN_ALL} huber_loss"),
+    (CastRule.FLOAT, f"dist pdist cdist renorm logsumexp {_UPSAMPLE}"),
+    (CastRule.FLOAT, "prod softmax log_softmax cumprod cumsum sum norm"),
+    (CastRule.FLOAT, "linalg.vector_norm linalg.matrix_norm"),
+    (CastRule.PROMOTE, "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put"),
+    (CastRule.PROMOTE, "tensordot scatter_add"),
+    (CastRule.REFUSED, "binary_cross_entropy"),
+)
+_CPU: Mapping[str, CastRule] = table(
+    (CastRule.HALF, f"{_CONVOLUTION} bmm mm linalg.vecdot baddbmm addmm _addmm_activation addbmm"),
+    (CastRule.HALF, "linear matmul prelu scaled_dot_product_attention _native_multi_head_attention"),
+    (CastRule.PROMOTE, "cat stack index_copy"),
+    (CastRule.FLOAT, "avg_pool3d adaptive_avg_pool3d _C._nn.adaptive_max_pool3d max_pool3d"),
+    (CastRule.FLOAT, "_C._nn.max_unpool2d _C._nn.max_unpool3d _C._nn.fractional_max_pool2d"),
+    (CastRule.FLOAT, "_C._nn.fractional_max_pool3d _C._nn.reflection_pad1d _C._nn.reflection_pad2d"),
+    (CastRule.FLOAT, "_C._nn.replication_pad1d _C._nn.replication_pad2d _C._nn.replication_pad3d"),
+    (CastRule.FLOAT, "grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d"),
+    (CastRule.FLOAT, f"{_LOSSES_IN_ALL} binary_cross_entropy huber_loss cross_entropy ctc_loss"),
+    (CastRule.FLOAT, "prod trace quantile nanquantile cdist polar view_as_complex stft"),
+    (CastRule.FLOAT, "fft.fft fft.ifft fft.fft2 fft.ifft2 fft.fftn fft.ifftn fft.rfft fft.irfft"),
+    (CastRule.FLOAT, "fft.rfft2 fft.irfft2 fft.rfftn fft.irfftn fft.hfft fft.ihfft"),
+    (CastRule.FLOAT, "cholesky cholesky_inverse cholesky_solve inverse pinverse lu_solve"),
+    (CastRule.FLOAT, "_lu_with_info qr orgqr ormqr geqrf svd triangular_solve"),
+    (CastRule.FLOAT, "fake_quantize_per_tensor_affine linalg.cholesky_ex linalg.cond linalg.eig"),
+    (CastRule.FLOAT, "linalg.eigh linalg.eigvals linalg.eigvalsh linalg.householder_product"),
+    (CastRule.FLOAT, "linalg.inv linalg.inv_ex linalg.lstsq linalg.matrix_rank linalg.solve"),
+    (CastRule.FLOAT, "linalg.svdvals linalg.tensorinv linalg.tensorsolve"),
+)
+
+PRESETS: Mapping[str, Mapping[str, CastRule]] = MappingProxyType(
+    {
+        "default": DEFAULT_OPERATIONS,
+        "apex-2019": SAFEGUARDS | _APEX,
+        "torch-cuda": SAFEGUARDS | _CUDA,
+        "torch-cpu": SAFEGUARDS | _CPU,
+    }
+)
+"""The rule of each operation, by the name of the preset. The others follow their inputs."""
+
+_HALF_ONLY: Mapping[CastRule, CastRule] = MappingProxyType(
+    {
+        CastRule.FLOAT: CastRule.FALLBACK,
+        CastRule.FLOAT_THROUGHOUT: CastRule.FALLBACK,
+        CastRule.NORM: CastRule.FALLBACK,
+        CastRule.BANNED: CastRule.FALLBACK,
+        CastRule.WRITE_BACK: CastRule.FALLBACK,
+    }
+)
+
+Operation = str | Callable[..., Any]
+
+
+def resolve_rules(
+    preset: str = "default",
+    *,
+    half: Iterable[Operation] = (),
+    float: Iterable[Operation] = (),  # noqa: A002 (the dtype, as in `torch.Tensor.float`)
+    leave: Iterable[Operation] = (),
+    half_only: bool = False,
+) -> tuple[OpRule, ...]:
+    """The rules of `preset` with the user's additions, a row for each spelling of each operation.
+
+    Args:
+        preset: one of `PRESETS`.
+        half: operations to force to the half dtype, as "torch.matmul", "Tensor.exp",
+            "torch.nn.functional.gelu" or the function itself. All spellings of one are meant.
+        float: operations to force to float32.
+        leave: operations to leave alone: they follow their inputs.
+        half_only: no operation is cast to float32 for the sake of precision; those that the preset
+            casts run as they come, and in float32 only where torch has no half kernel.
+
+    Raises AmpError, for all that is wrong at once.
+
+        >>> rules = resolve_rules("torch-cpu", float=["torch.softmax"], leave=[torch.prod])
+        >>> [row.rule.name for row in rules if row.qualified_name == "torch:Tensor.softmax"]
+        ['FLOAT']
+    """
+    if preset not in PRESETS:
+        near = difflib.get_close_matches(str(preset), PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "take one of them"
+        raise AmpError(f"preset: expected one of {', '.join(PRESETS)}, found {preset!r}; {hint}")
+    if preset == "default" and not (half or float or leave or half_only):
+        return OP_RULES
+    chosen = {"half": _names("half", half), "float": _names("float", float)}
+    chosen["leave"] = _names("leave", leave)
+    _refuse_conflicts(chosen)
+    operations = dict(PRESETS[preset])
+    if half_only:
+        operations = {name: _HALF_ONLY.get(rule, rule) for name, rule in operations.items()}
+    operations |= dict.fromkeys(chosen["half"], CastRule.HALF)
+    operations |= dict.fromkeys(chosen["float"], CastRule.FLOAT)
+    for name in chosen["leave"]:
+        operations.pop(name, None)
+    return expand(operations)

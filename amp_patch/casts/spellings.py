@@ -1,0 +1,77 @@
+"""Where torch keeps an operation: `exp` is `torch.exp` and `Tensor.exp`, `pow` is also `**`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+# Where an operation may have a spelling.
+_NAMESPACES = (
+    torch,
+    torch.Tensor,
+    F,
+    torch.functional,
+    torch.linalg,
+    torch.special,
+    torch.fft,
+)
+# Operators of Python that are attributes of their own: `x ** 2` does not look up `x.pow`.
+_OPERATORS: Mapping[str, str] = MappingProxyType(
+    {
+        "matmul": "__matmul__ __rmatmul__",
+        "pow": "__pow__ __rpow__",
+        "pow_": "__ipow__",
+        "add": "__add__ __radd__",
+        "add_": "__iadd__",
+        "sub": "__sub__",
+        "rsub": "__rsub__",
+        "sub_": "__isub__",
+        "mul": "__mul__ __rmul__",
+        "mul_": "__imul__",
+        "div": "__div__ __truediv__ __rdiv__ __rtruediv__",
+        "div_": "__idiv__ __itruediv__",
+        "floor_divide": "__floordiv__ __rfloordiv__",
+        "floor_divide_": "__ifloordiv__",
+        "remainder": "__mod__ __rmod__",
+        "remainder_": "__imod__",
+        "eq": "__eq__",
+        "ne": "__ne__",
+        "lt": "__lt__",
+        "le": "__le__",
+        "gt": "__gt__",
+        "ge": "__ge__",
+        "abs": "__abs__",
+        "neg": "__neg__",
+    }
+)
+# Functions of torch.nn.functional that only call the function or the method of the same name.
+DELEGATING = frozenset(
+    "softmax log_softmax layer_norm group_norm rms_norm batch_norm instance_norm embedding_bag".split()
+)
+
+
+def spellings(operation: str) -> Iterator[tuple[Any, str]]:
+    """Owner and attribute of every spelling of `operation` in this torch; not those in place."""
+    if "." in operation:
+        path, _, name = operation.rpartition(".")
+        owner: Any = torch
+        for part in path.split("."):
+            owner = getattr(owner, part, None)
+        if hasattr(owner, name):
+            yield owner, name
+        return
+    is_found = False
+    for owner in _NAMESPACES:
+        is_delegate = owner is F and operation in DELEGATING
+        if callable(getattr(owner, operation, None)) and not is_delegate:
+            is_found = True
+            yield owner, operation
+    if not is_found and hasattr(torch._C._nn, operation):
+        yield torch._C._nn, operation
+    for name in _OPERATORS.get(operation, "").split():
+        if hasattr(torch.Tensor, name):
+            yield torch.Tensor, name

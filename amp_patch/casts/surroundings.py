@@ -1,0 +1,51 @@
+"""What else of torch must know of casts: compiled code, recomputation, fused attention."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+import wrapt
+
+from amp_patch.casts.context import CastContext
+from amp_patch.casts.patcher import Patcher
+
+
+def adjust_surroundings(patcher: Patcher, context: CastContext) -> None:
+    """Make torch's own machinery agree with the casts, until `patcher` restores it."""
+    _forget_compiled_code()
+    patcher.on_restore(_forget_compiled_code)
+    _recompute_in_scope(patcher, context)
+    # In eval mode nn.MultiheadAttention calls one fused kernel, and no function with a cast.
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    patcher.on_restore(lambda: torch.backends.mha.set_fastpath_enabled(was_enabled))
+    torch.backends.mha.set_fastpath_enabled(False)
+
+
+def _forget_compiled_code() -> None:
+    """Code that torch.compile made with casts must not run without them, nor the other way."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _recompute_in_scope(patcher: Patcher, context: CastContext) -> None:
+    """Activation checkpointing runs a part of the forward again: with the casts it had."""
+    original = torch.utils.checkpoint.checkpoint
+
+    def checkpoint(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        function, *rest = args
+        scope = context.captured()
+
+        @functools.wraps(function)
+        def in_scope(*inputs: Any, **keywords: Any) -> Any:
+            with scope():
+                return function(*inputs, **keywords)
+
+        return original(in_scope, *rest, **kwargs)
+
+    patcher.replace(
+        torch.utils.checkpoint, "checkpoint", wrapt.FunctionWrapper(original, checkpoint)
+    )
