@@ -1,15 +1,6 @@
 """Mixed precision training for PyTorch: one line and one block, opt levels O0 to O5."""
 
-from amp_patch.api import (
-    clear_cache,
-    disable_casts,
-    full_precision,
-    grad,
-    initialize,
-    master_params,
-    scale_loss,
-    uninitialize,
-)
+from amp_patch.api import initialize, uninitialize
 from amp_patch.errors import AmpError, AmpWarning
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.scaling.loss_scaler import DynamicLossScale
@@ -20,6 +11,14 @@ from amp_patch.state import (
     state_dict,
     step_was_skipped,
     step_will_be_skipped,
+)
+from amp_patch.training import (
+    clear_cache,
+    disable_casts,
+    full_precision,
+    grad,
+    master_params,
+    scale_loss,
 )
 from amp_patch.version import __version__
 

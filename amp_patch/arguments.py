@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,7 +60,11 @@ def check_count(name: str, value: Any, minimum: int) -> None:
 
 def checked_names(name: str, names: Any) -> frozenset[str]:
     """One name or several."""
-    found = (names,) if isinstance(names, str) else tuple(names)
+    if names is None:
+        return frozenset()
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        names = (names,)
+    found = tuple(names)
     for one in found:
         if not isinstance(one, str):
             raise AmpError(f"{name}: expected names of arguments, found {_described(one)}")

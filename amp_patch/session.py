@@ -18,15 +18,17 @@ from amp_patch.casts.surroundings import adjust_surroundings
 from amp_patch.casts.watch import watch_weights
 from amp_patch.casts.wrappers import install_casts
 from amp_patch.errors import AmpError
-from amp_patch.policy import Policy
-from amp_patch.scaling.optimizer_binding import ModelParts, OptimizerBinding
+from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.optimizer_state import warn_of_vanishing_eps
+from amp_patch.scaling.ranks import ParallelWrappers
 from amp_patch.scaling.scaler_groups import ScalerGroup, ScalerGroups
 from amp_patch.weights.exclusions import Exclusions, Selector, find_exclusions
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.model_binding import ModelBinding
 from amp_patch.weights.model_casting import owned_tensors
 from amp_patch.weights.model_checks import check_input_names, check_model
+from amp_patch.weights.running_statistics import ModelParts
 
 logger = logging.getLogger("amp_patch")
 
@@ -58,6 +60,7 @@ class Session:
         self.context = CastContext()
         self.scalers = ScalerGroups()
         self._masters = MasterWeights()
+        self._wrappers = ParallelWrappers(self._masters.broadcast_)
         self._casts = Patcher()
         self._watch = Patcher()
         self._are_casts_installed = False
@@ -126,6 +129,7 @@ class Session:
         self._models.clear()
         self._left_alone.clear()
         self.scalers.clear()
+        self._wrappers.forget()
         self._adjust_casts()
 
     @property
@@ -175,8 +179,9 @@ class Session:
                 if any(id(parameter) in ids for parameter in model.parameters())
             ]
             self._bindings[id(optimizer)] = OptimizerBinding(
-                optimizer, policy, group, self._masters, self.context, own
+                optimizer, policy, group, self._masters, self.context, own, self._wrappers
             )
+        self._wrappers.watch()
         self._adjust_casts()
 
     def _is_unchanged(
@@ -248,21 +253,38 @@ class Session:
             self._casts.restore()
         if half_dtypes:
             self.context.half_dtype = half_dtypes[-1]  # of the newest model
-        self._adjust_watch(any(one.patch_torch_functions or one.master_weights for one in policies))
+        self._adjust_watch(any(policy != OPT_LEVELS["O0"] for policy in policies))
         for model, binding in models:
             binding.scope(model, self.context, are_casts_installed=bool(half_dtypes))
 
     def _adjust_watch(self, is_wanted: bool) -> None:
         if is_wanted and not self._is_watching:
-            watch_weights(self._watch, self._on_data, self.context.cache.clear)
+            watch_weights(self._watch, self)
         elif not is_wanted:
             self._watch.restore()
         self._is_watching = is_wanted
 
-    def _on_data(self, parameter: torch.Tensor) -> None:
-        """Somebody takes `parameter.data`, and may write to it."""
+    def on_data_taken(self, parameter: torch.Tensor) -> None:
+        """Told by the watch: `parameter.data` may be written to."""
         self.context.cache.discard(parameter)
         self._masters.distrust(parameter)
+
+    def on_data_set(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Told by the watch: `parameter.data` is assigned to."""
+        self.on_data_taken(parameter)
+        return self._masters.accepted(parameter, value)
+
+    def on_step(self) -> None:
+        """Told by the watch: some optimizer has stepped."""
+        self.context.cache.clear()
+
+    def on_zero_grad(self, module: nn.Module) -> None:
+        """Told by the watch: the user clears gradients through a model, not the optimizer."""
+        ids = {id(parameter) for parameter in module.parameters()}
+        self._masters.clear_gradients(module.parameters())
+        for binding in list(self._bindings.values()):
+            if binding.holds_only(ids):
+                binding.zero()
 
     def _forget_casts(self) -> None:
         self._are_casts_installed = False

@@ -19,6 +19,14 @@ def state_dict() -> dict[str, dict[str, float | int]]:
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; the scalers of the newest
     `initialize` call come first. Empty with `enabled=False`.
+
+        >>> import amp_patch as amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        >>> amp.state_dict()
+        {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
+        >>> amp.uninitialize()
     """
     return slot.require("state_dict").scalers.state_dict()
 
@@ -28,6 +36,15 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 
     Names that exist on one side only are reported in an `AmpWarning`. Raises AmpError, and loads
     nothing, where an entry is malformed.
+
+        >>> import amp_patch as amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        >>> amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}})
+        >>> amp.loss_scale()
+        1024.0
+        >>> amp.uninitialize()
     """
     session = slot.require("load_state_dict")
     if not isinstance(state, Mapping):
@@ -41,6 +58,14 @@ def model_state_dict(model: nn.Module, dtype: torch.dtype | None = None) -> dict
 
     For a file of half the size: `torch.save(amp.model_state_dict(model, torch.float16), path)`.
     The FP32 state, from which training resumes exactly, is `model.state_dict()` itself.
+
+        >>> import amp_patch as amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> amp.model_state_dict(model, torch.float16)["weight"].dtype
+        torch.float16
+        >>> amp.uninitialize()
     """
     state: dict[str, Any] = model.state_dict()
     wanted = parse_dtype("dtype", dtype)
@@ -53,7 +78,16 @@ def model_state_dict(model: nn.Module, dtype: torch.dtype | None = None) -> dict
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The present loss scale of `loss_id`; 1.0 with `enabled=False`. Does not synchronise."""
+    """The present loss scale of `loss_id`; 1.0 with `enabled=False`. Does not synchronise.
+
+    >>> import amp_patch as amp
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    >>> amp.loss_scale()
+    65536.0
+    >>> amp.uninitialize()
+    """
     session = slot.require("loss_scale")
     return 1.0 if session.is_idle else session.scalers.scaler(loss_id).scale
 
@@ -62,6 +96,15 @@ def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last `step` of `optimizer` was skipped because of an overflow.
 
     Hold a per-step schedule with it: `if not amp.step_was_skipped(optimizer): scheduler.step()`.
+
+        >>> import amp_patch as amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        >>> optimizer.step()
+        >>> amp.step_was_skipped(optimizer)
+        False
+        >>> amp.uninitialize()
     """
     binding = slot.require("step_was_skipped").binding_of(optimizer, "step_was_skipped")
     return binding is not None and binding.step_was_skipped
@@ -72,6 +115,14 @@ def step_will_be_skipped(optimizer: Any) -> bool:
 
     For optimizers that move weights by other methods than `step`: call `zero_grad` and go on to the
     next batch if it says so. Synchronises if a check was delayed by `delay_overflow_check`.
+
+        >>> import amp_patch as amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        >>> amp.step_will_be_skipped(optimizer)
+        False
+        >>> amp.uninitialize()
     """
     binding = slot.require("step_will_be_skipped").binding_of(optimizer, "step_will_be_skipped")
     return binding is not None and binding.window.will_skip()

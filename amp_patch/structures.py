@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -67,15 +67,21 @@ def _map_mapping(function: TensorMap, value: Mapping[Any, Any]) -> Any:
         for key, item in changed.items():
             refilled[key] = item
         return refilled
-    return _rebuilt({**value, **changed}, type(value))
+    return _rebuilt(value, changed)
 
 
-def _rebuilt(items: dict[Any, Any], kind: Any) -> Any:
-    """A mapping of the user's own `kind`; a dict where that does not take one."""
-    try:
-        return kind(items)
-    except TypeError:
-        return items
+def _rebuilt(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A mapping of the user's own kind, with its attributes; its containers are not shared."""
+    if not isinstance(value, MutableMapping):
+        kind: Any = type(value)
+        return kind({**value, **changed})
+    refilled: Any = copy.copy(value)
+    for name, attribute in list(getattr(refilled, "__dict__", {}).items()):
+        if isinstance(attribute, (dict, list)):
+            vars(refilled)[name] = copy.copy(attribute)
+    for key, item in changed.items():
+        refilled[key] = item
+    return refilled
 
 
 def _map_dataclass(function: TensorMap, value: Any) -> Any:

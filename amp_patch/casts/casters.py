@@ -230,7 +230,7 @@ def _make_banned(original: Any, row: OpRule, context: CastContext) -> Call:
     def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         if not warned and context.active_dtype() is not None and has_half(args, kwargs):
             warned.append(row.name)
-            warn(f"{row.name}: {row.hint}")
+            warn(f"{row.name}: computed in FP32. {row.hint}")
         return in_float(wrapped, instance, args, kwargs)
 
     return call
@@ -242,8 +242,8 @@ def _make_refused(original: Any, row: OpRule, context: CastContext) -> Call:
             args = (instance, *args)
         if context.active_dtype() is not None and has_half(args, kwargs):
             raise AmpError(
-                f"{row.name}: expected float32 tensors, found half ones, which these cast rules "
-                f"refuse; {row.hint or 'pass tensor.float()'}"
+                f"{row.name}: expected float32 tensors, found half ones, which the cast rules in "
+                f"force refuse; pass tensor.float(){f', or better: {row.hint}' if row.hint else ''}"
             )
         return original(*args, **kwargs)
 

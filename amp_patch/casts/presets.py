@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
-
-import torch
 
 from amp_patch.casts.rules import (
     DEFAULT_OPERATIONS,
@@ -18,7 +17,7 @@ from amp_patch.casts.rules import (
     expand,
     table,
 )
-from amp_patch.casts.spellings import names_of, spellings
+from amp_patch.casts.spellings import operation_name
 from amp_patch.errors import AmpError
 
 _CONVOLUTION = (
@@ -57,7 +56,7 @@ _APEX: Mapping[str, CastRule] = table(
 _CUDA: Mapping[str, CastRule] = table(
     (CastRule.HALF, f"{_CONVOLUTION} convolution prelu addmm addmv addr matmul einsum mm mv"),
     (CastRule.HALF, "linalg.vecdot linear addbmm baddbmm bmm chain_matmul linalg.multi_dot"),
-    (CastRule.HALF, f"{_CELLS} scaled_dot_product_attention"),
+    (CastRule.HALF, f"{_CELLS} {_SEQUENCES} scaled_dot_product_attention"),
     (CastRule.FLOAT, f"{_STEEP} log1p softplus layer_norm native_layer_norm rms_norm group_norm"),
     (CastRule.FLOAT, f"frobenius_norm nuclear_norm cosine_similarity {_LOSSES_IN_ALL} huber_loss"),
     (CastRule.FLOAT, f"dist pdist cdist renorm logsumexp {_UPSAMPLE}"),
@@ -69,7 +68,7 @@ _CUDA: Mapping[str, CastRule] = table(
 )
 _CPU: Mapping[str, CastRule] = table(
     (CastRule.HALF, f"{_CONVOLUTION} bmm mm linalg.vecdot baddbmm addmm _addmm_activation addbmm"),
-    (CastRule.HALF, "linear matmul prelu scaled_dot_product_attention _native_multi_head_attention"),
+    (CastRule.HALF, "linear matmul prelu scaled_dot_product_attention _VF.lstm"),
     (CastRule.PROMOTE, "cat stack index_copy"),
     (CastRule.FLOAT, "avg_pool3d adaptive_avg_pool3d _C._nn.adaptive_max_pool3d max_pool3d"),
     (CastRule.FLOAT, "_C._nn.max_unpool2d _C._nn.max_unpool3d _C._nn.fractional_max_pool2d"),
@@ -98,13 +97,33 @@ PRESETS: Mapping[str, Mapping[str, CastRule]] = MappingProxyType(
 )
 """The rule of each operation, by the name of the preset. The others follow their inputs."""
 
+REACHED_THROUGH: Mapping[str, str] = MappingProxyType(
+    {
+        "_convolution": "conv2d",
+        "cudnn_convolution": "conv2d",
+        "cudnn_convolution_transpose": "conv_transpose2d",
+        "_thnn_fused_lstm_cell": "_VF.lstm_cell",
+        "_thnn_fused_gru_cell": "_VF.gru_cell",
+        "lstm_cell": "_VF.lstm_cell",
+        "gru_cell": "_VF.gru_cell",
+        "rnn_tanh_cell": "_VF.rnn_tanh_cell",
+        "rnn_relu_cell": "_VF.rnn_relu_cell",
+        "mkldnn_rnn_layer": "_VF.lstm",
+        "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+        "cross_entropy_loss": "cross_entropy",
+        "nll_loss2d": "nll_loss",
+        "multilabel_margin_loss_forward": "multilabel_margin_loss",
+        "_native_multi_head_attention": "scaled_dot_product_attention",
+    }
+)
+"""Operations of torch's dispatcher that no Python name leads to, and the one that calls them."""
+
 _HALF_ONLY: Mapping[CastRule, CastRule] = MappingProxyType(
     {
         CastRule.FLOAT: CastRule.FALLBACK,
         CastRule.FLOAT_THROUGHOUT: CastRule.FALLBACK,
         CastRule.NORM: CastRule.FALLBACK,
         CastRule.BANNED: CastRule.FALLBACK,
-        CastRule.WRITE_BACK: CastRule.FALLBACK,
     }
 )
 
@@ -127,8 +146,8 @@ def resolve_rules(
             "torch.nn.functional.gelu" or the function itself. All spellings of one are meant.
         float: operations to force to float32.
         leave: operations to leave alone: they follow their inputs.
-        half_only: no operation is cast to float32 for the sake of precision; those that the preset
-            casts run as they come, and in float32 only where torch has no half kernel.
+        half_only: no operation is cast to float32 for the sake of precision. Those that the preset
+            would cast run as they come, and in float32 only where torch has no half kernel.
 
     Raises AmpError, for all that is wrong at once.
 
@@ -140,16 +159,67 @@ def resolve_rules(
         near = difflib.get_close_matches(str(preset), PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "take one of them"
         raise AmpError(f"preset: expected one of {', '.join(PRESETS)}, found {preset!r}; {hint}")
-    if preset == "default" and not (half or float or leave or half_only):
+    names = _named({"half": half, "float": float, "leave": leave})
+    if preset == "default" and not (any(names.values()) or half_only):
         return OP_RULES
-    chosen = {"half": _names("half", half), "float": _names("float", float)}
-    chosen["leave"] = _names("leave", leave)
-    _refuse_conflicts(chosen)
-    operations = dict(PRESETS[preset])
+    operations = PRESETS[preset]
     if half_only:
         operations = {name: _HALF_ONLY.get(rule, rule) for name, rule in operations.items()}
-    operations |= dict.fromkeys(chosen["half"], CastRule.HALF)
-    operations |= dict.fromkeys(chosen["float"], CastRule.FLOAT)
-    for name in chosen["leave"]:
-        operations.pop(name, None)
-    return expand(operations)
+    rows = {(id(row.owner), row.name): row for row in expand(operations)}
+    for names_of_one, rule in ((names["half"], CastRule.HALF), (names["float"], CastRule.FLOAT)):
+        forced = expand(dict.fromkeys(names_of_one, rule))
+        rows |= {(id(row.owner), row.name): row for row in forced}
+    for row in expand(dict.fromkeys(names["leave"], CastRule.HALF)):
+        rows.pop((id(row.owner), row.name), None)
+    return tuple(rows.values())
+
+
+def rules_table(rules: Iterable[OpRule] = OP_RULES) -> str:
+    """`rules` as text to print: a paragraph for each `CastRule`, a line for each namespace.
+
+    >>> print(rules_table(resolve_rules(half_only=True)[:3]))
+    HALF: cast to the half dtype
+      torch: matmul
+      torch.Tensor: matmul
+      torch.linalg: matmul
+    """
+    found: dict[CastRule, dict[str, list[str]]] = {}
+    for row in rules:
+        path, _, name = row.qualified_name.replace(":", ".").rpartition(".")
+        found.setdefault(row.rule, {}).setdefault(path, []).append(name)
+    lines = []
+    for rule in (rule for rule in CastRule if rule in found):
+        lines.append(f"{rule.name}: {rule.value}")
+        for path, names in found[rule].items():
+            text = f"{path}: {' '.join(names)}"
+            lines += textwrap.wrap(text, 98, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _named(chosen: Mapping[str, Iterable[Operation]]) -> dict[str, list[str]]:
+    """The names of the operations in each list; AmpError for what is none, or is in two lists."""
+    wrong = []
+    names: dict[str, list[str]] = {}
+    for keyword, operations in chosen.items():
+        if isinstance(operations, str) or not isinstance(operations, Iterable):
+            wrong.append(f"{keyword}: expected a list of operations, found {operations!r}")
+            continue
+        found = {repr(operation): operation_name(operation, _DOTTED) for operation in operations}
+        names[keyword] = [name for name in found.values() if name is not None]
+        wrong += [
+            f"{keyword}: expected operations of torch, as 'torch.matmul', 'Tensor.exp' or the "
+            f"function itself, found {given}; for functions of your own there are "
+            "half_function and float_function"
+            for given, name in found.items()
+            if name is None
+        ]
+    for name in sorted({name for one in names.values() for name in one}):
+        keywords = [keyword for keyword, one in names.items() if name in one]
+        if len(keywords) > 1:
+            wrong.append(f"{name!r} is in {' and in '.join(keywords)}; leave it in one of them")
+    if wrong:
+        raise AmpError("; ".join(wrong))
+    return names
+
+
+_DOTTED = frozenset(name for preset in PRESETS.values() for name in preset if "." in name)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from amp_patch.casts.spellings import spellings
+from amp_patch.casts.spellings import is_in_place, spellings
 
 
 class CastRule(Enum):
@@ -89,18 +89,19 @@ def expand(operations: Mapping[str, CastRule]) -> tuple[OpRule, ...]:
     """
     rows: dict[tuple[int, str], OpRule] = {}
     for operation, rule in operations.items():
-        found = list(spellings(operation)) or [(torch, operation)]
         hint = HINTS.get(operation, "")
-        named = [(owner, name, rule) for owner, name in found]
-        in_place = f"{operation}_"
-        if rule in IN_PLACE and in_place not in operations:
-            named += [(owner, name, IN_PLACE[rule]) for owner, name in spellings(in_place)]
-        for owner, name, its_rule in named:
+        if is_in_place(operation):
+            rule = IN_PLACE.get(rule, rule)  # noqa: PLW2901 (what the user forces, as far as can be)
+        found = [(*at, rule) for at in spellings(operation)] or [(torch, operation, rule)]
+        if rule in IN_PLACE and f"{operation}_" not in operations:
+            found += [(*at, IN_PLACE[rule]) for at in spellings(f"{operation}_")]
+        for owner, name, its_rule in found:
             rows[id(owner), name] = OpRule(owner, name, its_rule, hint)
     return tuple(rows.values())
 
 
-def _table(*groups: tuple[CastRule, str]) -> dict[str, CastRule]:
+def table(*groups: tuple[CastRule, str]) -> dict[str, CastRule]:
+    """The rule of each name in lists of names."""
     return {name: rule for rule, names in groups for name in names.split()}
 
 
@@ -125,7 +126,7 @@ _STEEP = (
     "lgamma digamma polygamma mvlgamma igamma igammac xlogy"
 )
 _SPECIAL = (
-    "gammaln psi multigammaln gammainc gammaincc xlog1py entr erfcx zeta ndtri log_ndtr airy_ai "
+    "gammaln psi multigammaln gammainc gammaincc xlog1py entr erfcx i1 i1e zeta ndtri log_ndtr airy_ai "
     "bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 "
     "modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 "
     "spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v "
@@ -138,7 +139,7 @@ _SPECIAL = (
 _REDUCTION = (
     "sum nansum prod cumsum cumprod logcumsumexp logsumexp norm dist renorm std var std_mean var_mean "
     "trace cov corrcoef nuclear_norm frobenius_norm norm_except_dim native_norm "
-    "linalg.norm linalg.vector_norm linalg.matrix_norm dot vdot inner linalg.vecdot "
+    "linalg.vector_norm linalg.matrix_norm dot vdot inner linalg.vecdot "
     "trapz trapezoid cumulative_trapezoid histc histogram histogramdd"
 )
 _SOFTMAX = "softmax log_softmax softmin gumbel_softmax"
@@ -201,12 +202,12 @@ _FALLBACK = (
 )
 BCE_HINT = (
     "the logarithms of a probability that was rounded to half precision are inaccurate; "
-    "computed in FP32. use binary_cross_entropy_with_logits (BCEWithLogitsLoss) and no sigmoid"
+    "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) and no sigmoid"
 )
 HINTS: Mapping[str, str] = MappingProxyType({"binary_cross_entropy": BCE_HINT})
 
 SAFEGUARDS: Mapping[str, CastRule] = MappingProxyType(
-    _table(
+    table(
         (CastRule.RNN_CHECK, "nn.RNNBase.check_input"),
         (CastRule.STATISTICS, _STATISTICS),
         (CastRule.PROMOTE, f"{_SCATTER} {_FILL} {_MIXED}"),
@@ -217,7 +218,7 @@ SAFEGUARDS: Mapping[str, CastRule] = MappingProxyType(
 """What lowers or raises no precision by choice, and only lets run what plain torch refuses."""
 
 DEFAULT_OPERATIONS: Mapping[str, CastRule] = MappingProxyType(
-    _table(
+    table(
         (CastRule.HALF, f"{_GEMM} {_CONVOLUTION} prelu"),
         (CastRule.HALF, f"{_RECURRENT} {_in('_VF', _RECURRENT)}"),
         (CastRule.FLOAT, f"{_STEEP} {_SPECIAL} {_REDUCTION} {_SOFTMAX} {_DISTANCE}"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -75,3 +75,47 @@ def spellings(operation: str) -> Iterator[tuple[Any, str]]:
     for name in _OPERATORS.get(operation, "").split():
         if hasattr(torch.Tensor, name):
             yield torch.Tensor, name
+
+
+def is_in_place(name: str) -> bool:
+    """Whether `name` is that of a function that writes into its first argument."""
+    return name.endswith("_") and not name.endswith("__")
+
+
+def operation_name(operation: str | Callable[..., Any], dotted: Container[str]) -> str | None:
+    """What `spellings` takes for `operation`, a path or a function of torch; None if it is none.
+
+    `dotted` holds the names that are kept apart from others of the same last part.
+    """
+    found = _find(operation) if isinstance(operation, str) else _search(operation)
+    if found is None:
+        return None
+    path, name = found
+    for whole, operators in _OPERATORS.items():
+        if name in operators.split():
+            name = whole
+    if is_in_place(name) and any(True for _ in spellings(name[:-1])):
+        name = name[:-1]
+    full = ".".join([*path, name])
+    return full if full in dotted or not any(True for _ in spellings(name)) else name
+
+
+def _find(text: str) -> tuple[list[str], str] | None:
+    *path, name = text.removeprefix("torch.").split(".")
+    owner: Any = torch
+    for part in path:
+        owner = getattr(owner, part, None)
+    if callable(getattr(owner, name, None)) and not isinstance(getattr(owner, name), type):
+        return path, name
+    is_bare = not path and not text.startswith("torch.") and any(True for _ in spellings(name))
+    return (path, name) if is_bare else None
+
+
+def _search(function: Callable[..., Any]) -> tuple[list[str], str] | None:
+    """Where `function` is kept. Compared by `==`, so that a wrapped one is found as well."""
+    for owner in (*_NAMESPACES, torch._C._nn, torch._VF):
+        path = [] if owner is torch else owner.__name__.removeprefix("torch.").split(".")
+        for name in dir(owner):
+            if getattr(owner, name, None) == function:
+                return path, name
+    return None

@@ -1,4 +1,4 @@
-"""Notice writes to weights that no counter of torch shows.
+"""Notice what users do to weights that nothing of torch tells of.
 
 Writing through `weight.data` moves no version counter, and fused optimizers move none either.
 Still unseen: an alias taken before and written later (a kept `d = weight.data`, a flat buffer,
@@ -7,33 +7,55 @@ numpy). `amp_patch.clear_cache()` is for those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_patch.casts.patcher import Patcher
 
 
-def watch_weights(
-    patcher: Patcher, on_data: Callable[[torch.Tensor], object], on_step: Callable[[], object]
-) -> None:
-    """Call `on_data` with a parameter whose `.data` is taken or set, `on_step` after any step."""
+class Watcher(Protocol):
+    """Who is told."""
+
+    def on_data_taken(self, parameter: torch.Tensor) -> None:
+        """`parameter.data` is read, and may be written to."""
+
+    def on_data_set(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`value` is assigned to `parameter.data`. Returns what to assign."""
+
+    def on_step(self) -> None:
+        """An optimizer of this process has stepped, one of amp's or not."""
+
+    def on_zero_grad(self, module: nn.Module) -> None:
+        """The gradients of `module` were cleared through the module."""
+
+
+def watch_weights(patcher: Patcher, watcher: Watcher) -> None:
+    """Tell `watcher`, until `patcher` restores."""
     plain: Any = torch.Tensor.data
+    zero_grad = nn.Module.zero_grad
 
     def read(tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, torch.nn.Parameter):
-            on_data(tensor)
+        if isinstance(tensor, nn.Parameter):
+            watcher.on_data_taken(tensor)
         return plain.__get__(tensor)
 
     def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(tensor, torch.nn.Parameter):
-            on_data(tensor)
+        if isinstance(tensor, nn.Parameter):
+            value = watcher.on_data_set(tensor, value)
         plain.__set__(tensor, value)
 
     def stepped(*_: Any) -> None:
-        on_step()
+        watcher.on_step()
+
+    @functools.wraps(zero_grad)
+    def zero_grad_and_tell(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        zero_grad(module, *args, **kwargs)
+        watcher.on_zero_grad(module)
 
     patcher.replace(torch.Tensor, "data", property(read, write, doc=plain.__doc__))
+    patcher.replace(nn.Module, "zero_grad", zero_grad_and_tell)
     patcher.on_restore(register_optimizer_step_post_hook(stepped).remove)

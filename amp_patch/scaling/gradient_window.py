@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -11,7 +11,8 @@ from amp_patch.errors import AmpError
 from amp_patch.scaling import gradients
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
-from amp_patch.weights.master_weights import ParamPair
+from amp_patch.scaling.ranks import Wrapper
+from amp_patch.weights.param_pairs import ParamPair
 
 _Gradient = torch.Tensor | None
 
@@ -28,7 +29,9 @@ class GradientWindow:
     """Keeps what was accumulated earlier apart from what the open block produces.
 
     Gradients come to rest unscaled on the masters (on the parameters themselves where there are no
-    masters). Nothing here waits for the device, except `take_overflow` where a check was delayed.
+    masters). Where `DistributedDataParallel` has left earlier ones to this rank alone (`no_sync`),
+    the block in which it averages gets them back, scaled, on the model. Nothing here waits for the
+    device, except `take_overflow` where a check was delayed.
     """
 
     def __init__(self) -> None:
@@ -43,14 +46,20 @@ class GradientWindow:
         self._dropped = 0  # and dropped
         self._scaler: LossScaler | None = None
         self._stage_before = Stage.READY
+        self._has_local = False  # some gradients set aside may be of this rank alone
+        self._leaves_local = False  # the block may leave some more
+        self._is_merged = False  # the block's gradients contain the earlier ones
+        self.is_separable = True  # no block of this window has merged
 
     @property
     def is_scaled(self) -> bool:
         """Whether the gradients that a user finds are multiplied by the loss scale."""
         return self.stage is not Stage.READY and bool(self._pairs)
 
-    def begin(self, pairs: Iterable[ParamPair], scaler: LossScaler) -> None:
-        """Enter a block: set the gradients that exist aside."""
+    def begin(
+        self, pairs: Iterable[ParamPair], scaler: LossScaler, wrappers: Sequence[Wrapper] = ()
+    ) -> None:
+        """Enter a block: set the gradients that exist aside. `wrappers` average the new ones."""
         if self.stage is Stage.BACKWARD:
             raise AmpError(
                 "scale_loss: expected one block at a time for an optimizer, found one inside "
@@ -72,6 +81,32 @@ class GradientWindow:
             self._scaled = _taken([pair.model for pair in self._pairs])
         self._scaler = scaler
         self._stage_before, self.stage = self.stage, Stage.BACKWARD
+        if wrappers:
+            self._begin_averaging(scaler, wrappers)
+
+    def _begin_averaging(self, scaler: LossScaler, wrappers: Sequence[Wrapper]) -> None:
+        if any(wrapper.gradient_as_bucket_view for wrapper in wrappers):
+            # What was set aside may be the memory that backward writes into.
+            self._unscaled = _cloned(self._unscaled)
+            self._scaled = _cloned(self._scaled)
+        # Until the next forward, `require_forward_param_sync` says what the last one has decided.
+        flags = [
+            (one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers
+        ]
+        self._leaves_local = not all(all(flag) for flag in flags)
+        self._is_merged = self._has_local and any(any(flag) for flag in flags)
+        if self._is_merged:
+            self.is_separable = False
+            self._give_back(scaler.scale)
+
+    def _give_back(self, scale: float) -> None:
+        """Put all that was set aside on the model, as backward would have left it there."""
+        models = [pair.model for pair in self._pairs]
+        _put(models, _cloned(self._scaled))
+        for model, unscaled in zip(models, self._unscaled, strict=False):  # may be empty
+            if unscaled is not None:
+                scaled = (unscaled * scale).to(model.dtype)
+                model.grad = scaled if model.grad is None else model.grad + scaled
 
     def _join(self, pairs: Iterable[ParamPair]) -> None:
         """Take in parameters that have come since the window began."""
@@ -104,9 +139,12 @@ class GradientWindow:
     def delay(self) -> None:
         """Leave the block with the model's gradients still scaled."""
         models = [pair.model for pair in self._pairs]
-        if self._scaled:
+        if self._is_merged:
+            self._unscaled = []
+        elif self._scaled:
             _put(models, _added(self._scaled, [model.grad for model in models]))
         self.stage, self._scaled = Stage.DELAYED, []
+        self._note_local()
 
     def unscale(self, scaler: LossScaler) -> list[torch.Tensor]:
         """Unscale what the block produced. Returns the verdicts of the finite test.
@@ -114,7 +152,8 @@ class GradientWindow:
         With a scale that is always 1 nothing is divided or tested, and nothing is returned.
         """
         produced = [pair.model.grad for pair in self._pairs]
-        scaled = _added(self._scaled, produced) if self._scaled else produced
+        is_added = self._scaled and not self._is_merged
+        scaled = _added(self._scaled, produced) if is_added else produced
         self._fresh = _to_masters(self._pairs, scaled)
         if scaler.is_identity:
             return []
@@ -130,7 +169,7 @@ class GradientWindow:
         """Leave the block: add its gradients to the earlier ones, or drop them."""
         if not keep:
             totals = self._unscaled or [None] * len(self._pairs)
-        elif self._unscaled:
+        elif self._unscaled and not self._is_merged:
             totals = _added(self._unscaled, self._fresh)
         else:
             totals = self._fresh
@@ -141,12 +180,17 @@ class GradientWindow:
                 pair.master.grad = total
         self._kept += keep
         self._dropped += not keep
+        self._note_local()
         self._close()
+
+    def _note_local(self) -> None:
+        self._has_local = self._leaves_local or (self._has_local and not self._is_merged)
+        self._is_merged = self._leaves_local = False
 
     def take_weight(self) -> float:
         """What to multiply the sum over the kept blocks by, so that it stands for all of them."""
         weight = (self._kept + self._dropped) / self._kept if self._kept and self._dropped else 1.0
-        self._kept = self._dropped = 0
+        self._forget_blocks()
         return weight
 
     def take_overflow(self) -> bool:
@@ -154,7 +198,7 @@ class GradientWindow:
         has_overflow = self.will_skip()
         self.has_overflow = False
         if has_overflow:
-            self._kept = self._dropped = 0
+            self._forget_blocks()
         return has_overflow
 
     def will_skip(self) -> bool:
@@ -168,12 +212,16 @@ class GradientWindow:
         """The user clears the gradients: forget what was set aside, and any overflow in it."""
         self.has_overflow = False
         self.unchecked = []
-        self._kept = self._dropped = 0
+        self._forget_blocks()
         if self.stage is Stage.BACKWARD:
             self._unscaled, self._scaled = [], []
             self._stage_before = Stage.READY
         else:
             self._close()
+
+    def _forget_blocks(self) -> None:
+        self._kept = self._dropped = 0
+        self._has_local, self.is_separable = False, True
 
     def _close(self) -> None:
         self._pairs, self._unscaled, self._scaled, self._fresh = [], [], [], []
@@ -204,6 +252,10 @@ def _taken(tensors: list[torch.Tensor]) -> list[_Gradient]:
     for tensor in tensors:
         tensor.grad = None
     return taken
+
+
+def _cloned(gradients: list[_Gradient]) -> list[_Gradient]:
+    return [None if gradient is None else gradient.clone() for gradient in gradients]
 
 
 def _put(tensors: list[torch.Tensor], taken: list[_Gradient]) -> None:

@@ -34,11 +34,14 @@ def unscale_(gradients: Gradients, scale: float) -> list[torch.Tensor]:
 
 def any_found(found: Iterable[torch.Tensor]) -> bool:
     """Whether any of the verdicts of `unscale_` says overflow. Synchronises once."""
-    return any(each_found([list(found)]))
+    return any(each_found([list(found)]))  # None is false
 
 
-def each_found(groups: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
-    """For each group of verdicts, whether any of them says overflow. Synchronises once in all."""
+def each_found(groups: Sequence[Sequence[torch.Tensor]]) -> list[bool | None]:
+    """For each group of verdicts, whether any of them says overflow; None if nothing was tested.
+
+    A negative verdict is one of no gradients. Synchronises once in all.
+    """
     verdicts = [verdict for group in groups for verdict in group]
     if len(verdicts) < 2:
         values = [verdict.item() for verdict in verdicts]
@@ -46,7 +49,8 @@ def each_found(groups: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
         device = verdicts[0].device
         values = torch.stack([verdict.to(device) for verdict in verdicts]).tolist()
     flags = iter(values)
-    return [any(list(itertools.islice(flags, len(group)))) for group in groups]
+    largest = [max(itertools.islice(flags, len(group)), default=-1.0) for group in groups]
+    return [None if value < 0 else value > 0 for value in largest]
 
 
 def accumulate_(totals: Gradients, fresh: Gradients) -> list[torch.Tensor]:

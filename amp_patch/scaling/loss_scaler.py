@@ -8,6 +8,8 @@ from typing import Any
 
 from amp_patch.errors import AmpError
 
+_INFINITY = float("inf")
+
 
 @dataclass(frozen=True, slots=True)
 class DynamicLossScale:
@@ -30,9 +32,9 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         expected = {
-            "initial": (0 < self.initial < float("inf"), "a finite number above zero"),
-            "growth_factor": (1 < self.growth_factor < float("inf"), "a number above 1"),
-            "backoff_factor": (0 < self.backoff_factor < 1, "a number between 0 and 1"),
+            "initial": (_is_between(0, self.initial, _INFINITY), "a finite number above zero"),
+            "growth_factor": (_is_between(1, self.growth_factor, _INFINITY), "a number above 1"),
+            "backoff_factor": (_is_between(0, self.backoff_factor, 1), "a number between 0 and 1"),
             "growth_interval": (_is_count(self.growth_interval), "an integer of at least 1"),
             "hysteresis": (_is_count(self.hysteresis), "an integer of at least 1"),
         }
@@ -152,6 +154,11 @@ class LossScaler:
             self.scale = min(max(float(state["loss_scale"]), self.min_scale), self.max_scale)
             self._unskipped = int(state["unskipped"])
             self.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
+
+
+def _is_between(low: float, value: Any, high: float) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and low < value < high
 
 
 def _is_count(value: Any) -> bool:

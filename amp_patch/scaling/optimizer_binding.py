@@ -7,10 +7,9 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
@@ -20,16 +19,11 @@ from amp_patch.scaling import gradients
 from amp_patch.scaling.gradient_window import GradientWindow, Stage, stray_gradient_message
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_state import ClosureOverflowError, move_state, snapshot
+from amp_patch.scaling.ranks import ParallelWrappers
 from amp_patch.scaling.scaler_groups import ScalerGroup
-from amp_patch.weights.master_weights import MasterWeights, ParamPair
-from amp_patch.weights.running_statistics import RunningStatistics
-
-
-class ModelParts(NamedTuple):
-    """What a binding has to do with one model whose parameters the optimizer updates."""
-
-    model: weakref.ref[nn.Module]
-    statistics: RunningStatistics
+from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.param_pairs import ParamPair
+from amp_patch.weights.running_statistics import ModelParts
 
 
 class OptimizerBinding:
@@ -48,6 +42,7 @@ class OptimizerBinding:
         masters: MasterWeights,
         context: CastContext,
         models: Sequence[ModelParts],
+        wrappers: ParallelWrappers,
     ) -> None:
         self.policy = policy
         self.group = group
@@ -57,6 +52,7 @@ class OptimizerBinding:
         self._optimizer = weakref.ref(optimizer)
         self._masters = masters
         self._context = context
+        self._wrappers = wrappers
         self._patcher = Patcher()
         self._mastered: dict[int, ParamPair] = {}  # by the id of the master
         self._known: tuple[list[torch.Tensor], list[ParamPair]] = ([], [])
@@ -81,6 +77,10 @@ class OptimizerBinding:
     def holds_any(self, tensors: Container[int]) -> bool:
         """Whether the optimizer updates one of `tensors` (ids of tensors of a model)."""
         return any(id(pair.model) in tensors for pair in self.pairs())
+
+    def holds_only(self, tensors: Container[int]) -> bool:
+        """Whether all that the optimizer updates is among `tensors`."""
+        return all(id(pair.model) in tensors for pair in self.pairs())
 
     def pairs(self) -> list[ParamPair]:
         """The parameters as they are in the groups now: a user may have edited these."""
@@ -108,7 +108,7 @@ class OptimizerBinding:
             pairs = [pair for pair in pairs if pair.has_master]
         if claimed:
             pairs = [pair for pair in pairs if id(pair.master) not in claimed]
-        self.window.begin(pairs, scaler)
+        self.window.begin(pairs, scaler, self._wrappers.of(pair.model for pair in pairs))
 
     def _bind(self, optimizer: Any) -> None:
         self._patcher.on_restore(self._unpair)
@@ -121,7 +121,9 @@ class OptimizerBinding:
     def _replace_method(self, optimizer: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(optimizer, name)
 
-        @functools.wraps(original)  # keeps the mark by which schedulers know the step
+        @functools.wraps(
+            getattr(original, "__func__", original)
+        )  # keeps the mark by which schedulers know the step
         def method(_: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_bound:
                 return original(*args, **kwargs)

@@ -29,15 +29,16 @@ class OverflowCheck:
         self.has_overflow = False
         self.skips: tuple[bool, ...] = ()  # for each optimizer, once the check is made
         self._scaler = scaler
-        self.verdicts = [agreed(list(one)) if sync_overflow else list(one) for one in verdicts]
+        self.verdicts = agreed(verdicts) if sync_overflow else verdicts
         self._skip_together = skip_together
 
-    def conclude(self, overflows: Sequence[bool]) -> None:
-        """Take the outcome for each optimizer, and tell the scaler."""
+    def conclude(self, overflows: Sequence[bool | None]) -> None:
+        """Take the outcome for each optimizer, None if it had no gradients; tell the scaler."""
         self.has_overflow = any(overflows)
         is_shared = self._skip_together
-        self.skips = tuple(self.has_overflow if is_shared else own for own in overflows)
-        self._scaler.update(self.has_overflow)
+        self.skips = tuple(self.has_overflow if is_shared else bool(own) for own in overflows)
+        if any(own is not None for own in overflows):  # else there were no gradients at all
+            self._scaler.update(self.has_overflow)
 
 
 def make_checks(checks: Iterable[OverflowCheck]) -> None:

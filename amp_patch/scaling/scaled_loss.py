@@ -97,8 +97,9 @@ class ScaledLoss:
         scale = self._scaler.scale
         make_checks(one for window in windows for one, _ in window.unchecked)
         report = self._report(scale) if check.has_overflow else None
+        can_drop = policy.overflow_drops == "micro_batch"
         for i, window in enumerate(windows):
-            is_dropped = check.skips[i] and policy.overflow_drops == "micro_batch"
+            is_dropped = check.skips[i] and can_drop and window.is_separable
             if is_dropped:  # what earlier blocks left unchecked concerns the whole window
                 window.unchecked = earlier[i]
             window.will_skip()

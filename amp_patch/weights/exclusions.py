@@ -34,6 +34,8 @@ class Exclusions:
 
 def check_selectors(name: str, selectors: Any) -> tuple[Selector, ...]:
     """The selectors as a tuple. AmpError for anything that is not a module, a type or a pattern."""
+    if selectors is None:
+        return ()
     if isinstance(selectors, (str, type, nn.Module)) or not isinstance(selectors, Iterable):
         selectors = (selectors,)
     found = tuple(selectors)

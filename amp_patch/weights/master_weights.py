@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.scaling import gradients
-
-
-class CastTensor:
-    """What is remembered of one tensor of a model that was cast, without holding it."""
-
-    __slots__ = ("holders", "master", "master_version", "original_dtype", "version")
-
-    def __init__(
-        self, master: torch.Tensor | None, original_dtype: torch.dtype, version: int
-    ) -> None:
-        self.master = master
-        self.original_dtype = original_dtype
-        self.holders = 1  # how many models hold the tensor
-        self.version = version  # of the model's tensor when it last agreed with the master
-        self.master_version = 0 if master is None else master._version
-
-    def mark_agreed(self, tensor: torch.Tensor) -> None:
-        """Model and master say the same now."""
-        self.version = tensor._version
-        if self.master is not None:
-            self.master_version = self.master._version
-
-
-class ParamPair(NamedTuple):
-    """A parameter of the model and the one that the optimizer updates; one and the same if
-    there is no master.
-    """
-
-    model: torch.Tensor
-    master: torch.Tensor
-    cast: CastTensor | None = None
-
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer updates an FP32 copy."""
-        return self.master is not self.model
+from amp_patch.scaling import gradients, ranks
+from amp_patch.weights.param_pairs import CastTensor, ParamPair
 
 
 class MasterWeights:
@@ -60,6 +27,7 @@ class MasterWeights:
 
     def __init__(self) -> None:
         self._casts: Any = WeakTensorKeyDictionary()  # model tensor -> CastTensor
+        self._writes_itself = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         return self.copied_for(list(self._casts), memo)
@@ -95,7 +63,7 @@ class MasterWeights:
             master = Parameter(full, tensor.requires_grad) if is_weight else full
         tensor.grad = None
         try:
-            tensor.data = original.to(dtype)
+            self._set_data(tensor, original.to(dtype))
         except BaseException:
             tensor.grad = gradient
             raise
@@ -120,7 +88,7 @@ class MasterWeights:
             gradient = master.grad
         tensor.grad = None
         full = tensor.data if master is None else master.data
-        tensor.data = full.to(known.original_dtype)
+        self._set_data(tensor, full.to(known.original_dtype))
         if gradient is not None:
             tensor.grad = gradient.to(known.original_dtype)
 
@@ -177,8 +145,32 @@ class MasterWeights:
     def distrust(self, tensor: torch.Tensor) -> None:
         """`tensor` may have been written to unseen by any counter: compare it next time."""
         known = self._casts.get(tensor)
-        if known is not None:
+        if known is not None and not self._writes_itself:
             known.version = -1
+
+    def accepted(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What to assign where the user assigns `value` to the data of `tensor`.
+
+        FP32 data for a cast tensor go to its master, and rounded to the tensor.
+        """
+        known = self._casts.get(tensor)
+        if known is None or self._writes_itself or value.dtype is tensor.dtype:
+            return value
+        self.set_master_(tensor, value)
+        return value.to(tensor.dtype)
+
+    def clear_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Clear the gradients of the masters of `tensors`."""
+        for _, known in self._known(tensors):
+            if known.master is not None:
+                known.master.grad = None
+
+    def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        self._writes_itself = True
+        try:
+            tensor.data = value
+        finally:
+            self._writes_itself = False
 
     def refresh(self, pairs: Iterable[ParamPair]) -> None:
         """Take over into the masters what was written into the model since they last agreed."""
@@ -196,6 +188,20 @@ class MasterWeights:
         for model, _, cast in pairs:
             if cast is not None:
                 cast.mark_agreed(model)
+
+    def broadcast_(self, model: nn.Module, group: object) -> None:
+        """Give all ranks of `group` the FP32 values that the first one has for `model`.
+
+        `DistributedDataParallel` does so with what it sees, which are the rounded values.
+        """
+        own = itertools.chain(model.parameters(), model.buffers())
+        rows = self._known(own)
+        for tensor, known in rows:
+            _refresh_(tensor, known)
+        masters = [known.master for _, known in rows if known.master is not None]
+        ranks.broadcast_(masters, group)
+        for tensor, known in rows:
+            _follow_(tensor, known)
 
     def follower(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
         """A function that rounds into the model what was written into masters of `tensors`."""
@@ -225,7 +231,7 @@ class MasterWeights:
             _follow_(tensor, known)
             half, tensor.grad = tensor.data, None
             full = half.to(known.original_dtype) if known.master is None else known.master.data
-            tensor.data = full
+            self._set_data(tensor, full)
             rows.append((tensor, known, half))
 
         def take_out() -> None:
@@ -234,7 +240,7 @@ class MasterWeights:
                 half.copy_(full)
                 if known.master is not None and full.data_ptr() != known.master.data_ptr():
                     known.master.data.copy_(full)
-                tensor.data = half
+                self._set_data(tensor, half)
                 known.mark_agreed(tensor)
 
         return take_out

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
@@ -119,10 +119,10 @@ def cast_weights(
         owned
         for owned in owned_tensors(model)
         if owned.tensor.dtype in CASTABLE
-        and not (policy.keep_batchnorm_fp32 and isinstance(owned.module, _BatchNorm))
+        and not (policy.keep_batchnorm_fp32 and _keeps_statistics(owned.module))
         and not exclusions.excludes(owned.path)
     ]
-    _warn_of_losses(model, chosen, dtype)
+    _warn_of_losses(model, [one for one in chosen if not masters.has_cast(one.tensor)], dtype)
     patcher.on_restore(masters.undo_of(owned.tensor for owned in chosen))
     for owned in chosen:
         has_master = not owned.is_parameter or id(owned.tensor) in optimized
@@ -179,6 +179,13 @@ def owned_tensors(model: nn.Module) -> Iterator[OwnedTensor]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield OwnedTensor(f"{prefix}.{name}" if prefix else name, tensor, module)
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """BatchNorm, affine or not, and InstanceNorm if it tracks statistics."""
+    return isinstance(module, _BatchNorm) or (
+        isinstance(module, _NormBase) and module.track_running_stats
+    )
 
 
 def _hook_inputs(module: nn.Module, hook: CastInputs, patcher: Patcher) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,6 +50,13 @@ class RunningStatistics:
     def forget(self) -> None:
         """The step was taken."""
         self._saved = []
+
+
+class ModelParts(NamedTuple):
+    """What a binding has to do with one model whose parameters the optimizer updates."""
+
+    model: weakref.ref[nn.Module]
+    statistics: RunningStatistics
 
 
 class SaveStatistics(ModelHook):

@@ -1,0 +1,145 @@
+"""The command line: `python -m amp_patch demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from amp_patch.errors import AmpError
+from amp_patch.policy import OPT_LEVELS, parse_opt_level
+from amp_patch.version import __version__
+
+DEMO_MODULES = ("numpy", "rich", "sklearn")
+DEFAULT_EPOCHS = 20
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. A wrong argument raises SystemExit(2)."""
+    options = make_parser().parse_args(arguments)
+    try:
+        return run_demo(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_patch", description="Mixed precision training in PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"amp_patch {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="train a small network on handwritten digits at each opt level and compare",
+        description="Train a small convolutional network on the handwritten digits of "
+        "scikit-learn, from the same weights and in the same order at each opt level, and print "
+        "one table. Needs the extra: pip install 'amp_patch[demo]'.",
+    )
+    demo.add_argument(
+        "--levels",
+        type=opt_levels,
+        default=tuple(OPT_LEVELS),
+        metavar="O0,O1,...",
+        help="opt levels to train at, in this order (default: all six)",
+    )
+    demo.add_argument(
+        "--seeds",
+        type=positive_count,
+        default=1,
+        metavar="N",
+        help="train each level from N seeds and average (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--epochs",
+        type=positive_count,
+        default=DEFAULT_EPOCHS,
+        metavar="N",
+        help="times that each training goes through the scans (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--json", type=writable_file, metavar="FILE", help="write the same figures to FILE"
+    )
+    demo.add_argument(
+        "--device",
+        type=usable_device,
+        default="cpu",
+        metavar="NAME",
+        help="where to train, in torch's words (default: %(default)s)",
+    )
+    return parser
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """Run the demo; without its libraries say in one line how to get them."""
+    try:
+        # Here, because the rest of the command line works without these libraries.
+        from rich.console import Console  # noqa: PLC0415
+
+        from amp_patch.tools import demo  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        missing = str(error.name).partition(".")[0]
+        if missing not in DEMO_MODULES:
+            raise
+        print(
+            f"the demo needs scikit-learn and rich, but there is no module {missing!r}; "
+            'pip install "amp_patch[demo]"',
+            file=sys.stderr,
+        )
+        return USAGE_ERROR
+    demo.run_demo(
+        demo.DemoOptions(options.levels, options.seeds, options.epochs, options.device),
+        options.json,
+        output=Console(),
+        news=Console(stderr=True),
+    )
+    return 0
+
+
+def opt_levels(text: str) -> tuple[str, ...]:
+    """Parse "O0,O1" to the names of known levels."""
+    try:
+        levels = [parse_opt_level(name.strip()) for name in text.split(",")]
+    except AmpError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if len(set(levels)) < len(levels):
+        raise argparse.ArgumentTypeError(f"expected each level once, found {text!r}")
+    return tuple(levels)
+
+
+def positive_count(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def writable_file(text: str) -> Path:
+    """Parse the path of a file; a folder that is missing shows before the training, not after."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in an existing folder, found {text!r}")
+    return path
+
+
+def usable_device(text: str) -> torch.device:
+    """Parse the name of a device that this torch can put a tensor on."""
+    try:
+        probe = torch.ones(1, device=text)
+        probe.item()  # the meta device makes tensors, but has no values to train on
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without it
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(
+            f"expected a device that torch can use here, found {text!r} ({reason})"
+        ) from None
+    return probe.device
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""See what mixed precision does to a training run."""

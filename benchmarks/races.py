@@ -1,0 +1,170 @@
+"""Contenders that train the same model, checked beside FP32 and timed in turns."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.contenders import Autocast, Contender, OptLevel, Plain
+from benchmarks.models import Problem, Workload
+
+PLAIN = "FP32"
+AUTOCAST = "autocast"
+LEVELS = {torch.bfloat16: ("O0", "O4", "O5"), torch.float16: ("O0", "O1", "O2", "O3")}
+WARM_UP_STEPS = 2
+
+# Who trains wrongly is not timed. The losses of the first steps may be off FP32's by this much,
+# relative to them: one rounding is off by up to 2^-11 in float16 and 2^-8 in bfloat16, and tens of
+# them in a model, with those of the updates between the losses, add up to a few times that.
+CHECKED_STEPS = 3
+LOSS_TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.01}
+# The sum of the first updates may be off FP32's by half its length: half precision alone moves it
+# by a fifth in a network with BatchNorm, and an update that was left out is off by all of it.
+UPDATE_TOLERANCE = 0.5
+ROUNDED_WEIGHTS = "O3"  # loses updates that are small beside a half weight: known, so not checked
+ATTEMPTS = 20  # of which those that overflow do not count; each halves the loss scale
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """The losses of the first steps that were made, and how far they moved the weights."""
+
+    losses: list[float]
+    update: torch.Tensor
+
+
+@dataclass
+class Entry:
+    """A contender in a race: how its turns went, or why it takes no part."""
+
+    contender: Contender
+    verdict: str = ""  # "", "raises" or "wrong"
+    reason: str = ""
+    turn_seconds: list[float] = field(default_factory=list)
+
+    def rule_out(self, verdict: str, reason: str) -> None:
+        """Take it out of the race."""
+        self.verdict, self.reason = verdict, reason
+
+
+@dataclass(frozen=True)
+class Race:
+    """All contenders for one workload in one half dtype."""
+
+    problem: Problem
+    workload: Workload
+    half_dtype: torch.dtype
+    entries: dict[str, Entry]
+
+    @property
+    def title(self) -> str:
+        """What was trained, in words."""
+        return f"{self.problem.name}, {self.workload.size}, {dtype_name(self.half_dtype)}"
+
+    @property
+    def baseline(self) -> Entry:
+        """Autocast, or plain FP32 where autocast cannot take part."""
+        autocast = self.entries[AUTOCAST]
+        return self.entries[PLAIN] if autocast.verdict else autocast
+
+    def ratio(self, entry: Entry) -> float:
+        """Median over the turns of the entry's time to the baseline's in the same round."""
+        pairs = zip(entry.turn_seconds, self.baseline.turn_seconds, strict=True)
+        return statistics.median(mine / base for mine, base in pairs)
+
+
+def make_race(problem: Problem, workload: Workload, half_dtype: torch.dtype, device: str) -> Race:
+    """Return a race in which nothing has run yet."""
+    kinds: dict[str, type[Contender]] = {PLAIN: Plain, AUTOCAST: Autocast}
+    kinds |= dict.fromkeys(LEVELS[half_dtype], OptLevel)
+    entries = {
+        name: Entry(kind(name, half_dtype, problem, workload, device))
+        for name, kind in kinds.items()
+    }
+    return Race(problem, workload, half_dtype, entries)
+
+
+def check_training(race: Race) -> None:
+    """Rule out who fails or whose first steps are not those of FP32. These steps are not timed."""
+    expected = train_first_steps(race.entries[PLAIN].contender)
+    for name, entry in race.entries.items():
+        if name == PLAIN:
+            continue
+        try:
+            found = train_first_steps(entry.contender)
+        except (RuntimeError, TypeError, ValueError) as error:  # as torch reports what it lacks
+            entry.rule_out("raises", f"{type(error).__name__}: {first_sentence(error)}")
+            continue
+        if not are_close(found.losses, expected.losses, LOSS_TOLERANCE[race.half_dtype]):
+            entry.rule_out("wrong", f"expected losses of {expected.losses}, found {found.losses}")
+            continue
+        distance = ((found.update - expected.update).norm() / expected.update.norm()).item()
+        if name != ROUNDED_WEIGHTS and not distance < UPDATE_TOLERANCE:
+            entry.rule_out(
+                "wrong",
+                f"expected updates within {UPDATE_TOLERANCE:.0%} of FP32's, found {distance:.0%}",
+            )
+
+
+def train_first_steps(contender: Contender) -> FirstSteps:
+    """Train until `CHECKED_STEPS` steps were made, or `ATTEMPTS` tried."""
+    losses: list[float] = []
+    before = contender.flat_weights()
+    with contender.active():
+        for _ in range(ATTEMPTS):
+            loss = contender.step()
+            if not contender.was_skipped():
+                losses.append(loss.item())
+            if len(losses) == CHECKED_STEPS:
+                break
+    return FirstSteps(losses, contender.flat_weights() - before)
+
+
+def are_close(found: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    """Whether the two have the same length and agree one by one."""
+    return len(found) == len(expected) and all(
+        math.isclose(a, b, rel_tol=tolerance) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def run_race(race: Race, repeats: int) -> None:
+    """Check all contenders, then give each in the race `repeats` turns, round robin."""
+    check_training(race)
+    entries = [entry for entry in race.entries.values() if not entry.verdict]
+    for turn in range(repeats):
+        first = turn % len(entries)  # nobody always runs behind the same neighbour's caches
+        for entry in entries[first:] + entries[:first]:
+            entry.turn_seconds.append(time_turn(entry.contender, race.workload.steps_a_turn))
+
+
+def time_turn(contender: Contender, steps: int) -> float:
+    """Return the median time of `steps` steps, switching on and first steps left out."""
+    seconds: list[float] = []
+    with contender.active():
+        for _ in range(WARM_UP_STEPS):
+            contender.step()
+            contender.was_skipped()
+        for _ in range(steps):
+            started = time.perf_counter()
+            contender.step().item()  # waits for the device
+            elapsed = time.perf_counter() - started
+            if not contender.was_skipped():  # a skipped step is cheaper than it should be
+                seconds.append(elapsed)
+    if not seconds:
+        raise RuntimeError(f"{contender.name}: expected steps to time, found all {steps} skipped")
+    return statistics.median(seconds)
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the start of a message, as much as fits a line."""
+    return str(error).partition("\n")[0].partition(". ")[0]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float16" for torch.float16."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import amp_patch.__main__ as command_line
+from amp_patch import __version__
+from amp_patch.__main__ import main
+
+USAGE_ERROR = 2
+INTERRUPTED = 128 + 2  # as a shell reports a command that SIGINT ended
+
+WITHOUT_MODULE = """
+import runpy, sys
+sys.modules[{missing!r}] = None
+sys.argv = ["amp_patch", *{arguments!r}]
+runpy.run_module("amp_patch", run_name="__main__", alter_sys=True)
+"""
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the command line in the expectation that it refuses, and return what it says."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == USAGE_ERROR
+    return capsys.readouterr().err
+
+
+def test_demo_runs_from_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    result = run_python(
+        *("-m", "amp_patch", "demo", "--levels", "O5,O0", "--epochs", "1", "--json", str(file))
+    )
+    assert result.returncode == 0, result.stderr
+    assert [level["level"] for level in json.loads(file.read_text())["levels"]] == ["O5", "O0"]
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in ("O5", "O0")] == ["O5", "O0"]
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_help_of_the_demo_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--levels", "--seeds", "--epochs", "--json", "--device"):
+        assert option in text
+
+
+def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_command_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "COMMAND" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("levels", "found", "remedy"),
+    [
+        ("O0,O9", "'O9'", "O0, O1, O2, O3, O4, O5"),
+        ("o1", "'o1'", "did you mean 'O1'?"),
+        ("01,O2", "'01'", "did you mean 'O1'?"),
+        ("", "''", "O0, O1, O2, O3, O4, O5"),
+        ("O1,O2,O1", "'O1,O2,O1'", "each level once"),
+    ],
+)
+def test_bad_levels_are_refused_with_what_was_found_and_what_to_do(
+    capsys: pytest.CaptureFixture[str], levels: str, found: str, remedy: str
+) -> None:
+    message = refusal(capsys, "demo", "--levels", levels)
+    assert "argument --levels" in message
+    assert found in message
+    assert remedy in message
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--epochs"])
+@pytest.mark.parametrize("count", ["0", "-1", "2.5", "many"])
+def test_counts_are_whole_numbers_of_at_least_one(
+    capsys: pytest.CaptureFixture[str], option: str, count: str
+) -> None:
+    message = refusal(capsys, "demo", f"{option}={count}")
+    assert f"argument {option}: expected a whole number of at least 1, found {count!r}" in message
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta"])
+def test_device_that_cannot_be_used_is_refused_before_training(
+    capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    message = refusal(capsys, "demo", "--device", device)
+    assert f"expected a device that torch can use here, found {device!r}" in message
+
+
+def test_json_file_without_a_folder_is_refused_before_training(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "absent" / "demo.json")
+    message = refusal(capsys, "demo", "--json", file)
+    assert f"expected a file in an existing folder, found {file!r}" in message
+
+
+@pytest.mark.parametrize("missing", ["rich", "sklearn"])
+def test_missing_extra_is_named_in_one_line(missing: str) -> None:
+    result = run_python("-c", WITHOUT_MODULE.format(missing=missing, arguments=["demo"]))
+    assert result.returncode == USAGE_ERROR
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert f"no module {missing!r}" in line
+    assert 'pip install "amp_patch[demo]"' in line
+
+
+def test_help_needs_no_extra() -> None:
+    result = run_python("-c", WITHOUT_MODULE.format(missing="rich", arguments=["demo", "--help"]))
+    assert result.returncode == 0, result.stderr
+
+
+def test_interrupt_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "run_demo", interrupted)
+    assert main(["demo"]) == INTERRUPTED
