@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
 
@@ -21,6 +22,20 @@ TEST = [
     "pytest-xdist>=3.6",
     "ruff>=0.9",
 ]
+
+
+class SourceDistribution(sdist):
+    """The archive has the tests and benchmarks too, which are in no package."""
+
+    def add_defaults(self) -> None:
+        """Add what is not found by itself."""
+        super().add_defaults()
+        self.filelist.extend(["CHANGELOG.md", "pyproject.toml"])
+        for folder in ("tests", "benchmarks"):
+            for path in sorted((ROOT / folder).iterdir()):
+                if path.suffix in (".py", ".md"):
+                    self.filelist.append(str(path.relative_to(ROOT)))
+
 
 setup(
     name="amp_patch",
@@ -62,5 +77,6 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.6", "wrapt>=2.2"],
     extras_require={"demo": DEMO, "plots": PLOTS, "test": sorted(TEST + DEMO)},
+    cmdclass={"sdist": SourceDistribution},
     zip_safe=False,
 )

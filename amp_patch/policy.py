@@ -149,6 +149,27 @@ def resolve_policy(
     Raises AmpError for a value that is not understood and for combinations that contradict.
     """
     level = OPT_LEVELS[parse_opt_level(opt_level)]
+    overrides = _dtype_overrides(level, half_dtype, cast_model_type)
+    given = {
+        "patch_torch_functions": parse_bool("patch_torch_functions", patch_torch_functions),
+        "keep_batchnorm_fp32": parse_bool("keep_batchnorm_fp32", keep_batchnorm_fp32),
+        "master_weights": parse_bool("master_weights", master_weights),
+        "loss_scale": parse_scale("loss_scale", loss_scale),
+        "cast_model_outputs": parse_dtype("cast_model_outputs", cast_model_outputs),
+        "min_loss_scale": parse_number("min_loss_scale", min_loss_scale),
+        "max_loss_scale": parse_number("max_loss_scale", max_loss_scale),
+        "overflow_drops": overflow_drops,
+        "skip_together": parse_bool("skip_together", skip_together),
+        "sync_overflow": parse_bool("sync_overflow", sync_overflow),
+    }
+    overrides.update({name: value for name, value in given.items() if value is not None})
+    if "max_loss_scale" in overrides and given["min_loss_scale"] is None:
+        overrides["min_loss_scale"] = min(level.min_loss_scale, overrides["max_loss_scale"])
+    return replace(level, **overrides)
+
+
+def _dtype_overrides(level: Policy, half_dtype: object, cast_model_type: object) -> dict[str, Any]:
+    """What the dtypes of a call change in `level`, with the properties that follow them."""
     half = parse_dtype("half_dtype", half_dtype)
     model_type, is_model_cast_off = _parse_model_type(cast_model_type)
     if half is not None and half not in HALF_DTYPES:
@@ -175,22 +196,7 @@ def resolve_policy(
     if overrides["half_dtype"] is not level.half_dtype:
         is_scaled = overrides["half_dtype"] is torch.float16 and level.opt_level in ("O4", "O5")
         overrides["loss_scale"] = "dynamic" if is_scaled else 1.0
-    given = {
-        "patch_torch_functions": parse_bool("patch_torch_functions", patch_torch_functions),
-        "keep_batchnorm_fp32": parse_bool("keep_batchnorm_fp32", keep_batchnorm_fp32),
-        "master_weights": parse_bool("master_weights", master_weights),
-        "loss_scale": parse_scale("loss_scale", loss_scale),
-        "cast_model_outputs": parse_dtype("cast_model_outputs", cast_model_outputs),
-        "min_loss_scale": parse_number("min_loss_scale", min_loss_scale),
-        "max_loss_scale": parse_number("max_loss_scale", max_loss_scale),
-        "overflow_drops": overflow_drops,
-        "skip_together": parse_bool("skip_together", skip_together),
-        "sync_overflow": parse_bool("sync_overflow", sync_overflow),
-    }
-    overrides.update({name: value for name, value in given.items() if value is not None})
-    if "max_loss_scale" in overrides and given["min_loss_scale"] is None:
-        overrides["min_loss_scale"] = min(level.min_loss_scale, overrides["max_loss_scale"])
-    return replace(level, **overrides)
+    return overrides
 
 
 def parse_opt_level(value: object) -> str:

@@ -13,6 +13,7 @@ import faulthandler
 import hashlib
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -581,6 +582,9 @@ def main(results: Path) -> None:
         results.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # now and then gloo's threads abort a process that tears itself down in full
 
 
 if __name__ == "__main__":

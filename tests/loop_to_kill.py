@@ -1,18 +1,24 @@
 """A training loop that saves after every step and goes on from its newest file, to be killed.
 
-`python loop_to_kill.py LEVEL OPTIMIZER FILE STEPS` prints each step, so that a test can kill it in
-the midst of one, and at the end a line with a digest of all it has trained.
+`python loop_to_kill.py FOLDER STEPS KILLS O1:adam O2:sgd ...` runs it in child processes, kills
+those at random moments and says what became of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import random
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer brings it in, and no child shall spend its time on that
 import torch.nn.functional as F
 from torch import nn
 
@@ -98,19 +104,57 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def run(opt_level: str, optimizer_name: str, path: Path, steps: int) -> str:
-    """Train to `steps`, from the newest file if there is one."""
+def run(opt_level: str, optimizer_name: str, path: Path, steps: int) -> tuple[int, str]:
+    """Train to `steps`, from the newest file if there is one. Returns where it began, a digest."""
     model, optimizer = start(opt_level, optimizer_name)
-    step = load(path, model, optimizer) if path.exists() else 0
-    while step < steps:
-        print("step", step, flush=True)
+    first = load(path, model, optimizer) if path.exists() else 0
+    for step in range(first, steps):
         train_step(model, optimizer, step)
-        step += 1
-        save(path, model, optimizer, step)
-    return digest(model, optimizer)
+        save(path, model, optimizer, step + 1)
+    found = digest(model, optimizer)
+    amp.uninitialize()
+    return first, found
+
+
+def run_in_child(place: tuple[str, str], path: Path, steps: int, dies_after: float | None) -> bool:
+    """Run in a process of its own, and kill that after so many seconds. Whether it was killed."""
+    child = os.fork()
+    if not child:
+        first, found = run(*place, path, steps)
+        with path.with_suffix(".log").open("a") as log:
+            log.write(f"{first} {found}\n")
+        os._exit(0)
+    if dies_after is not None:
+        time.sleep(dies_after)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def kill_and_resume(place: tuple[str, str], folder: Path, steps: int, kills: int) -> dict[str, Any]:
+    """What a run left alone and one that was killed so often came to."""
+    randomly = random.Random(str(place))
+    alone, killed = folder / f"{place}-alone.pt", folder / f"{place}.pt"
+    begin = time.perf_counter()
+    run_in_child(place, alone, steps, None)
+    seconds = time.perf_counter() - begin
+    deaths, reached = 0, []
+    for _ in range(kills):
+        deaths += run_in_child(place, killed, steps, randomly.uniform(0.2, 0.5) * seconds)
+        reached.append(torch.load(killed)["step"] if killed.exists() else 0)
+    run_in_child(place, killed, steps, None)
+    logs = [path.with_suffix(".log").read_text().split() for path in (alone, killed)]
+    return {"place": place, "deaths": deaths, "reached": reached, "digests": [x[-1] for x in logs]}
+
+
+def main() -> None:
+    """Kill and resume at each place of the command line (as O1:adam), a line of JSON each."""
+    torch.set_num_threads(1)
+    folder, steps, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    for place in sys.argv[4:]:
+        opt_level, name = place.split(":")
+        print(json.dumps(kill_and_resume((opt_level, name), folder, steps, kills)), flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    level, name, file, count = sys.argv[1:]
-    print("digest", run(level, name, Path(file), int(count)), flush=True)
+    main()

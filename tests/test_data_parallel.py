@@ -71,14 +71,14 @@ def run_in_threads(models: Sequence[nn.Module], inputs: Sequence[torch.Tensor]) 
     return torch.cat(results)
 
 
-class Replicated(nn.Module):
-    """DataParallel for one device."""
+class Replicated(nn.DataParallel):
+    """DataParallel with all replicas on the device of the module."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not torch's own, which looks for devices
         self.module = module
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return run_in_threads(replicate(self.module, REPLICAS), inputs.chunk(REPLICAS))
 
 

@@ -2,68 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from loop_to_kill import OPTIMIZERS, digest, load, run, save, start, train_step
+from loop_to_kill import OPTIMIZERS, digest, load, save, start, train_step
 from networks import LEVELS
 
 import amp_patch as amp
 
 ROOT = Path(__file__).parent.parent
 STEPS = 10
-# A process takes seconds to start; these are the levels and optimizers that differ most.
-KILLED = [("O1", "adam"), ("O2", "momentum"), ("O2", "adamw-fused"), ("O5", "lbfgs")]
+# Each level and each optimizer once.
+KILLED = [f"{level}:{name}" for level, name in zip((*LEVELS, "O1", "O2"), OPTIMIZERS, strict=True)]
+KILLS = 3
 
 
-def spawn(opt_level: str, name: str, file: Path, steps: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "loop_to_kill.py"), opt_level, name, file, str(steps)],
-        stdout=subprocess.PIPE,
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no signals and forks here")
+def test_loops_killed_at_random_moments_end_as_those_left_alone(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests" / "loop_to_kill.py", tmp_path, "60", str(KILLS), *KILLED],
+        check=True,
+        capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
-@pytest.mark.parametrize(("opt_level", "name"), KILLED)
-def test_a_loop_killed_at_random_moments_ends_as_one_that_was_left_alone(
-    opt_level: str, name: str, tmp_path: Path
-) -> None:
-    steps, file = 400, tmp_path / "checkpoint.pt"
-    randomly = random.Random(f"{opt_level} {name}")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        expected = run(opt_level, name, tmp_path / "undisturbed.pt", steps)
-    finally:
-        torch.set_num_threads(threads)
-        amp.uninitialize()
-    killed_at = []
-    for _ in range(2):
-        with spawn(opt_level, name, file, steps) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("step") and randomly.random() < 0.02:
-                    time.sleep(randomly.random() * 0.01)  # anywhere in a step, or in a save
-                    process.kill()
-                    killed_at.append(line.strip())
-                    break
-            process.stdout.read()
-        assert process.returncode in (0, -signal.SIGKILL)
-    with spawn(opt_level, name, file, steps) as process:
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    print("killed at", killed_at)
-    assert output.splitlines()[-1] == f"digest {expected}"
-    assert killed_at
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [":".join(one["place"]) for one in found] == KILLED
+    for one in found:
+        assert one["digests"][0] == one["digests"][1], one
+    # A loaded machine may finish a run before its signal comes; most must die on the way.
+    assert sum(one["deaths"] for one in found) >= len(found)
+    assert any(0 < step < 60 for one in found for step in one["reached"])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -37,15 +37,14 @@ def _recompute_in_scope(patcher: Patcher, context: CastContext) -> None:
 
     def checkpoint(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         function, *rest = args
-        scope = context.captured()
-
-        @functools.wraps(function)
-        def in_scope(*inputs: Any, **keywords: Any) -> Any:
-            with scope():
-                return function(*inputs, **keywords)
-
-        return original(in_scope, *rest, **kwargs)
+        scoped = functools.partial(_run_in, context.captured(), function)
+        return original(scoped, *rest, **kwargs)
 
     patcher.replace(
         torch.utils.checkpoint, "checkpoint", wrapt.FunctionWrapper(original, checkpoint)
     )
+
+
+def _run_in(scope: Any, function: Any, /, *inputs: Any, **keywords: Any) -> Any:
+    with scope():
+        return function(*inputs, **keywords)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,11 +33,7 @@ def casting_decorator(rule: CastRule, find_context: FindContext) -> Callable[[An
             return wrapped(*args, **kwargs)
         dtype = _target_dtype(rule, half_dtype, (args, kwargs))
 
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
-                return tensor
-            return context.cast(tensor, dtype)
-
+        cast = functools.partial(_cast, context, dtype)
         args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
         if rule is not CastRule.FLOAT:
             return wrapped(*args, **kwargs)
@@ -44,6 +41,12 @@ def casting_decorator(rule: CastRule, find_context: FindContext) -> Callable[[An
             return wrapped(*args, **kwargs)
 
     return wrapt.decorator(call)
+
+
+def _cast(context: CastContext, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
+        return tensor
+    return context.cast(tensor, dtype)
 
 
 def _target_dtype(rule: CastRule, half_dtype: torch.dtype, arguments: Any) -> torch.dtype:
