@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.optimizer_state import warn_of_vanishing_eps
 from amp_patch.scaling.ranks import ParallelWrappers
 from amp_patch.scaling.scaler_groups import ScalerGroup, ScalerGroups
+from amp_patch.weights.checkpoints import FollowMasters
 from amp_patch.weights.exclusions import Exclusions, Selector, find_exclusions
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.model_binding import ModelBinding
@@ -60,7 +62,9 @@ class Session:
         self.context = CastContext()
         self.scalers = ScalerGroups()
         self._masters = MasterWeights()
-        self._wrappers = ParallelWrappers(self._masters.broadcast_)
+        self._wrappers = ParallelWrappers(
+            self._masters.broadcast_, functools.partial(FollowMasters.of_all, self._masters)
+        )
         self._casts = Patcher()
         self._watch = Patcher()
         self._are_casts_installed = False
@@ -181,7 +185,7 @@ class Session:
             self._bindings[id(optimizer)] = OptimizerBinding(
                 optimizer, policy, group, self._masters, self.context, own, self._wrappers
             )
-        self._wrappers.watch()
+        self._wrappers.watch(model for model, _ in models)
         self._adjust_casts()
 
     def _is_unchanged(

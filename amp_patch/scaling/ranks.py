@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _NOTHING_TESTED = -1.0  # below every verdict of the finite test, so that the maximum is one
 
@@ -52,26 +52,37 @@ class Wrapper(Protocol):
 
 
 class ParallelWrappers:
-    """Every `DistributedDataParallel` that is made after `watch`. Holds them weakly.
+    """Every `DistributedDataParallel` and `DataParallel` made after `watch`. Holds them weakly.
 
     torch tells of a wrapper when it takes its module, which is before it compares the ranks.
+    `on_distribute` is told of the module and the group of ranks; `hook_for` makes the hook that
+    runs before a module is copied to the devices.
     """
 
-    def __init__(self, on_wrap: Callable[[nn.Module, Any], None]) -> None:
-        self._on_wrap = on_wrap
+    def __init__(
+        self,
+        on_distribute: Callable[[nn.Module, Any], None],
+        hook_for: Callable[[nn.Module], Callable[[nn.Module, Any], None]],
+    ) -> None:
+        self._on_distribute = on_distribute
+        self._hook_for = hook_for
         self._known: list[weakref.ref[DistributedDataParallel]] = []
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
-    def watch(self) -> None:
-        """Take note of wrappers from now on. A second call does nothing."""
-        if self._handle is None:
-            self._handle = register_module_module_registration_hook(self._note)
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """Take note of wrappers from now on, and of those that are parts of `models` already."""
+        if not self._handles:
+            self._handles.append(register_module_module_registration_hook(self._note))
+        parts = (part for model in models for part in model.modules())
+        self._known += [
+            weakref.ref(one) for one in parts if isinstance(one, DistributedDataParallel)
+        ]
 
     def forget(self) -> None:
         """Take note no longer."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         self._known = []
 
     def of(self, parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
@@ -83,12 +94,15 @@ class ParallelWrappers:
         return [one for one in alive if any(id(own) in ids for own in one.parameters())]
 
     def _note(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        if not isinstance(parent, DistributedDataParallel) or name != "module":
+        if name != "module":
             return
-        self._known = [one for one in self._known if one() is not None]
-        self._known.append(weakref.ref(parent))
-        if dist.get_world_size(parent.process_group) > 1:
-            self._on_wrap(module, parent.process_group)
+        if isinstance(parent, DataParallel):
+            self._handles.append(parent.register_forward_pre_hook(self._hook_for(module)))
+        elif isinstance(parent, DistributedDataParallel):
+            self._known = [one for one in self._known if one() is not None]
+            self._known.append(weakref.ref(parent))
+            if dist.get_world_size(parent.process_group) > 1:
+                self._on_distribute(module, parent.process_group)
 
 
 def _largest(group: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -85,6 +85,11 @@ class FollowMasters(_MasterHook):
         super().__init__(tensors, masters)
         self.follow = masters.follower(self.alive())
 
+    @classmethod
+    def of_all(cls, masters: MasterWeights, module: nn.Module) -> Self:
+        """The hook for all parameters and buffers in `module`."""
+        return cls(itertools.chain(module.parameters(), module.buffers()), masters)
+
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.follow()

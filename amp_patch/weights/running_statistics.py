@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ class RunningStatistics:
     def __init__(self, model: nn.Module) -> None:
         self._norms = [weakref.ref(one) for one in model.modules() if isinstance(one, _NormBase)]
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunningStatistics:
         return RunningStatistics(nn.Module())  # a copy of the model has no optimizer that skips
@@ -34,11 +36,12 @@ class RunningStatistics:
 
     def save(self) -> None:
         """Remember the statistics, unless earlier ones of this window are remembered."""
-        if self._saved:
-            return
-        norms = [norm for norm in (reference() for reference in self._norms) if norm is not None]
-        buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        self._saved = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        with self._lock:  # replicas of the model run on threads
+            if self._saved:
+                return
+            norms = [norm for norm in (one() for one in self._norms) if norm is not None]
+            buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+            self._saved = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
     @torch.no_grad()
     def restore(self) -> None:
