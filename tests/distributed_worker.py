@@ -129,7 +129,9 @@ def train(
         optimizer.zero_grad()
 
 
-def figures(model: nn.Module, optimizer: Any, skipped: list[int], expected: torch.Tensor) -> Figures:
+def figures(
+    model: nn.Module, optimizer: Any, skipped: list[int], expected: torch.Tensor
+) -> Figures:
     """Where a run has ended.
 
     `distance` is that from `expected`, the weights of plain FP32 training, relative to how far
@@ -307,9 +309,7 @@ def overflow_inside_no_sync() -> Cases:
     whole = plain_windows(3, dropped=[(2, 0), (2, 1), (2, 2)])
     part = plain_windows(3, dropped=[(2, 0)])
     return {
-        f"{drops}, {level}": train_windows(
-            level, expected, poisoned=(2, 0), overflow_drops=drops
-        )
+        f"{drops}, {level}": train_windows(level, expected, poisoned=(2, 0), overflow_drops=drops)
         for level in ("O1", "O2", "O5")
         for drops, expected in (("window", whole), ("micro_batch", part))
     }

@@ -1,10 +1,10 @@
 """Inject faults into training, thousands of them, and look for the least trace of any.
 
 An episode trains a tiny model for a while. Between iterations that go well there are iterations
-with one fault each: a loss or a single gradient that becomes inf, -inf, NaN or huge, or an exception
-at some point of the loop. After each fault every weight, master, state, count and statistic is what
-it was, bit for bit, and in the end the episode has trained what the same episode without faults
-trains. `python tests/fault_campaign.py --faults 20000 --seed 1` runs more of them.
+with one fault each: a loss or a single gradient that becomes inf, -inf, NaN or huge, or an
+exception at some point of the loop. After each fault every weight, master, state, count and
+statistic is what it was, bit for bit, and in the end the episode has trained what the same episode
+without faults trains. `python tests/fault_campaign.py --faults 20000 --seed 1` runs more of them.
 """
 
 from __future__ import annotations
@@ -385,7 +385,9 @@ def main() -> None:
         share = math.ceil(options.faults / len(amp.OPT_LEVELS))
         for episode in episodes(opt_level, share, options.seed):
             met[opt_level] += episode.run()
-    print(f"{met.total()} faults in {time.perf_counter() - start:.0f} s, no trace of any: {dict(met)}")
+    print(
+        f"{met.total()} faults in {time.perf_counter() - start:.0f} s, no trace of any: {dict(met)}"
+    )
 
 
 if __name__ == "__main__":

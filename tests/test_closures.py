@@ -208,7 +208,7 @@ def test_step_stays_a_bound_method_with_the_signature_of_the_optimizer(opt_level
 
 
 class SharpnessAware(torch.optim.Optimizer):
-    """Climbs to the worst point near by, takes the gradient there, and goes back to step with it."""
+    """Climbs to the worst point near by, takes the gradient there, and steps with it from below."""
 
     def __init__(self, parameters: Any, base: Callable[[Any], Any], rho: float = 0.05) -> None:
         super().__init__(parameters, {"rho": rho})

@@ -169,9 +169,7 @@ def test_copies_of_copies_and_of_lists_hold_together(opt_level: str) -> None:
 def test_a_copied_optimizer_is_refused_readably_and_its_state_is_whole(opt_level: str) -> None:
     model, optimizer = trained(opt_level)
     twin = copy.deepcopy(optimizer)
-    assert_identical(
-        twin.state_dict()["state"], copy.deepcopy(optimizer.state_dict()["state"])
-    )
+    assert_identical(twin.state_dict()["state"], copy.deepcopy(optimizer.state_dict()["state"]))
     loss = model(batch()[0]).sum()
     with pytest.raises(amp.AmpError, match="that did not"), amp.scale_loss(loss, twin):
         pytest.fail("the block was entered")
@@ -227,7 +225,9 @@ def reloaded(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "through", [reloaded, lambda v: pickle.loads(pickle.dumps(v))], ids=["torch", "pickle"]
+    "through",
+    [reloaded, lambda v: pickle.loads(pickle.dumps(v))],  # noqa: S301 (our own bytes)
+    ids=["torch", "pickle"],
 )
 @EVERY
 def test_a_model_pickles_and_computes_the_same(opt_level: str, through: Any) -> None:

@@ -23,11 +23,11 @@ class Broadcast(torch.autograd.Function):
     """A copy of a weight for each replica, as DataParallel makes them on the devices."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, copies: int) -> tuple[torch.Tensor, ...]:
+    def forward(_: Any, weight: torch.Tensor, copies: int) -> tuple[torch.Tensor, ...]:
         return tuple(weight.clone() for _ in range(copies))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(_: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.stack(gradients).sum(0), None
 
 
@@ -117,7 +117,7 @@ def test_shallow_copy_runs_with_its_own_weights(level: str) -> None:
 def test_replicas_in_threads_run_in_half(level: str) -> None:
     model, _ = new_pair(level)
     seen: list[torch.dtype] = []
-    model[0].register_forward_hook(lambda module, args, result: seen.append(result.dtype))
+    model[0].register_forward_hook(lambda *call: seen.append(call[2].dtype))
     Replicated(model)(torch.randn(6, 6))
     assert seen == [HALF_DTYPES[level]] * REPLICAS
 
@@ -179,7 +179,7 @@ def test_disabled_casts_of_one_thread_leave_the_others_alone(level: str) -> None
     assert_identical(found, torch.cat([expected, expected]))
 
 
-@pytest.mark.parametrize("level", ("O1", "O2", "O3", "O4", "O5"))
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize(
     ("wrap", "right_order"),
     [
@@ -196,7 +196,9 @@ def test_wrapped_model_is_refused_with_the_right_order(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(amp.AmpError) as caught:
         amp.initialize(wrap(model), optimizer, opt_level=level)
-    assert str(caught.value) == f"models: expected the plain model, found it wrapped in {right_order}"
+    assert (
+        str(caught.value) == f"models: expected the plain model, found it wrapped in {right_order}"
+    )
     assert_identical(dict(model.state_dict()), before)
 
 
@@ -236,7 +238,7 @@ def test_data_parallel_without_devices_trains(level: str) -> None:
     )
 
 
-@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_synchronised_batch_norm_stays_fp32(level: str) -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(
         nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -253,7 +255,7 @@ def test_synchronised_batch_norm_stays_fp32(level: str) -> None:
     assert model[1].running_mean.dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_batch_norm_that_is_converted_after_initialize_stays_fp32(level: str) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

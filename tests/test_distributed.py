@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(
 LAUNCH_SECONDS = 90
 TERMINATION_SECONDS = 10
 
-# After ten to fifty updates, relative to how far the weights have moved: a few roundings of weights,
-# gradients and activations, which do not all go the same way. O3 rounds every update too.
+# After ten to fifty updates, relative to how far the weights have moved: a few roundings of
+# weights, gradients and activations, which do not all go the same way. O3 rounds every update too.
 HALF, BFLOAT = ROUNDING_UNIT[torch.float16], ROUNDING_UNIT[torch.bfloat16]
 TOLERANCE = {"O0": 1e-5, "O1": 3 * HALF, "O2": 3 * HALF, "O3": 8 * HALF}
 TOLERANCE |= {"O4": 3 * BFLOAT, "O5": 3 * BFLOAT}
@@ -224,8 +224,9 @@ def test_checkpoint_of_the_first_rank_resumes_all(results: Results, world_size: 
 def test_model_in_ddp_is_refused_with_the_right_order(results: Results) -> None:
     for level in ("O1", "O2", "O3"):
         for rank in results["refusals"][f"wrapped, {level}"]:
-            assert "wrapped in DistributedDataParallel; wrap what initialize returns" in (
-                rank["message"]
+            assert (
+                "wrapped in DistributedDataParallel; wrap what initialize returns"
+                in (rank["message"])
             )
 
 

@@ -136,7 +136,7 @@ def test_an_excluded_module_computes_in_fp32_and_its_neighbours_in_half(opt_leve
 @pytest.mark.parametrize("selector", ["haed", "blocks.7", nn.Conv2d], ids=repr)
 @CAST
 def test_a_selector_that_selects_nothing_is_refused(opt_level: str, selector: Any) -> None:
-    with pytest.raises(amp.AmpError, match="keep_fp32: .* selects nothing"):
+    with pytest.raises(amp.AmpError, match=r"keep_fp32: .* selects nothing"):
         started(Net(), opt_level, keep_fp32=selector)
 
 
@@ -221,7 +221,9 @@ def test_other_norms_stay_fp32_on_request_and_train_either_way(
         optimizer.step()
         assert not amp.step_was_skipped(optimizer)
     if keeps:
-        assert all(t.dtype is FP32 for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point())
+        assert all(
+            t.dtype is FP32 for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point()
+        )
 
 
 @pytest.mark.parametrize("opt_level", ["O2", "O5"])
@@ -332,9 +334,7 @@ def test_float64_and_integers_pass_without_being_named(opt_level: str) -> None:
 def test_an_argument_that_forward_does_not_have_is_refused_with_those_it_has(
     opt_level: str,
 ) -> None:
-    with pytest.raises(
-        amp.AmpError, match=r"keep_inputs: .*\(t, target, x\), found 'targets'"
-    ):
+    with pytest.raises(amp.AmpError, match=r"keep_inputs: .*\(t, target, x\), found 'targets'"):
         started(Echo(), opt_level, keep_inputs="targets")
 
 

@@ -55,7 +55,7 @@ def test_the_campaign_notices_a_library_that_lets_faults_through(
 
     monkeypatch.setattr(amp, "scale_loss", blind)
     episode = Episode("O1", "plain", "sgd", 1, (Fault(site, float("inf")),))
-    with pytest.raises(AssertionError, match="inf in .*: not skipped"):
+    with pytest.raises(AssertionError, match=r"inf in .*: not skipped"):
         episode.run()
 
 
@@ -72,5 +72,5 @@ def test_the_campaign_notices_a_skip_that_changes_a_weight(
 
     monkeypatch.setattr(amp, "step_was_skipped", meddling)
     episode = Episode("O1", "plain", "sgd", 1, (Fault("loss", float("nan")),))
-    with pytest.raises(AssertionError, match="nan in loss.*: tensor 0 was"):
+    with pytest.raises(AssertionError, match=r"nan in loss.*: tensor 0 was"):
         episode.run()

@@ -177,15 +177,19 @@ def test_with_amp_disabled_nothing_happens(opt_level: str) -> None:
 
 def test_a_model_that_is_not_known_is_refused() -> None:
     trained("O2")
-    with pytest.raises(amp.AmpError, match="full_precision: expected a model that went through"):
-        with amp.full_precision(net()):
-            pytest.fail("the block was entered")
+    with (
+        pytest.raises(amp.AmpError, match="full_precision: expected a model that went through"),
+        amp.full_precision(net()),
+    ):
+        pytest.fail("the block was entered")
 
 
 def test_before_initialize_there_is_a_clear_error() -> None:
-    with pytest.raises(amp.AmpError, match="full_precision: expected an earlier call"):
-        with amp.full_precision(net()):
-            pytest.fail("the block was entered")
+    with (
+        pytest.raises(amp.AmpError, match="full_precision: expected an earlier call"),
+        amp.full_precision(net()),
+    ):
+        pytest.fail("the block was entered")
 
 
 @MASTERED

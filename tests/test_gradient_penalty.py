@@ -197,7 +197,7 @@ def test_grad_of_float64_stays_float64() -> None:
 
 def test_grad_before_initialize_says_so_and_disabled_is_torchs() -> None:
     inputs = torch.ones(2, requires_grad=True)
-    with pytest.raises(amp.AmpError, match="grad: expected an earlier call of amp.initialize"):
+    with pytest.raises(amp.AmpError, match=r"grad: expected an earlier call of amp\.initialize"):
         amp.grad(inputs.sum(), inputs)
     model = nn.Linear(2, 1)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), enabled=False)

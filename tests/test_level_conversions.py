@@ -76,9 +76,7 @@ def load(place: str, model: nn.Module, optimizer: Any, state: dict[str, Any]) ->
 
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", PLACES)
-def test_the_loss_goes_on_where_it_was_from_any_level_to_any_other(
-    before: str, after: str
-) -> None:
+def test_the_loss_goes_on_where_it_was_from_any_level_to_any_other(before: str, after: str) -> None:
     batches = data()
     model, optimizer = start(before)
     losses = train(before, model, optimizer, batches[:STEPS])
@@ -100,9 +98,7 @@ def test_the_loss_goes_on_where_it_was_from_any_level_to_any_other(
 
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", PLACES)
-def test_what_is_saved_is_fp32_with_the_usual_names_at_every_level(
-    before: str, after: str
-) -> None:
+def test_what_is_saved_is_fp32_with_the_usual_names_at_every_level(before: str, after: str) -> None:
     if before == after:
         pytest.skip("nothing is converted")
     model, optimizer = start(before)
@@ -119,7 +115,7 @@ def test_what_is_saved_is_fp32_with_the_usual_names_at_every_level(
         expected = value.half().float() if after == "O3" and value.is_floating_point() else value
         assert_identical(found[name], expected)
     kept = torch.float16 if after == "O3" else torch.float32
-    states = [s for s in optimizer.state.values()]
+    states = list(optimizer.state.values())
     assert {s["exp_avg"].dtype for s in states} == {kept}
     amp.uninitialize()
 
@@ -280,7 +276,7 @@ def test_nothing_is_loaded_from_a_state_with_one_malformed_entry(entry: Any) -> 
     before = amp.state_dict()
     good = {"loss_scale": 2.0, "unskipped": 1}
     state = {"loss_scaler0": good, "loss_scaler1": entry, "loss_scaler2": good}
-    with pytest.raises(amp.AmpError, match="'loss_scaler1': expected .*; nothing was loaded"):
+    with pytest.raises(amp.AmpError, match=r"'loss_scaler1': expected .*; nothing was loaded"):
         amp.load_state_dict(state)
     assert amp.state_dict() == before
 

@@ -61,7 +61,9 @@ def test_overflows_of_the_start_are_logged_quietly_and_warned_of_never(
     iterate(*pair, fault=math.inf)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert "overflowed at loss scale 65536: the step is skipped. Normal at the start" in record.message
+    assert (
+        "overflowed at loss scale 65536: the step is skipped. Normal at the start" in record.message
+    )
 
 
 def test_lines_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
@@ -219,6 +221,6 @@ def test_the_test_looks_at_every_element_and_not_at_their_sum(
     setting = amp.DynamicLossScale(initial=1.0, growth_interval=10**6)
     amp.initialize(model, optimizer, opt_level="O1", loss_scale=setting, min_loss_scale=0.5)
     loss = (parameter * torch.tensor(values)).nan_to_num(0.0, 0.0, 0.0).sum()
-    parameter.register_hook(lambda g: torch.tensor(values))
+    parameter.register_hook(lambda _: torch.tensor(values))
     backward(loss, optimizer)
     assert amp.step_will_be_skipped(optimizer) == is_overflow

@@ -69,15 +69,11 @@ def delaying_then_clipping(library: Any, **options: Any) -> Any:
 
 
 def clipping_the_norm(library: Any, **options: Any) -> Any:
-    return _clipping(
-        library, lambda found: torch.nn.utils.clip_grad_norm_(found, 0.2), **options
-    )
+    return _clipping(library, lambda found: torch.nn.utils.clip_grad_norm_(found, 0.2), **options)
 
 
 def clipping_values(library: Any, **options: Any) -> Any:
-    return _clipping(
-        library, lambda found: torch.nn.utils.clip_grad_value_(found, 0.05), **options
-    )
+    return _clipping(library, lambda found: torch.nn.utils.clip_grad_value_(found, 0.05), **options)
 
 
 def _clipping(library: Any, clip: Callable[[Any], object], **options: Any) -> Any:
@@ -480,12 +476,10 @@ def test_clipping_inside_a_delayed_window_is_reported(opt_level: str) -> None:
 @pytest.mark.parametrize("opt_level", SCALED_LEVELS)
 def test_clipping_inside_the_block_is_reported(opt_level: str) -> None:
     model, optimizer = pair_at(opt_level, loss_scale=128.0)
-    with (
-        pytest.warns(amp.AmpWarning, match="clip after the scale_loss block"),
-        amp.scale_loss(model(batch()[0]).sum(), optimizer) as scaled,
-    ):
+    with amp.scale_loss(model(batch()[0]).sum(), optimizer) as scaled:
         scaled.backward()
-        list(amp.master_params(optimizer))
+        with pytest.warns(amp.AmpWarning, match="clip after the scale_loss block"):
+            list(amp.master_params(optimizer))
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
@@ -584,8 +578,9 @@ def test_the_same_loss_may_go_through_two_blocks(opt_level: str) -> None:
 
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float64": lambda out: out.double().sum(),
-    "half, which scaled is above the range of half": lambda out: out.half().sum() * 0 + 2000.0
-    + out.half().sum(),
+    "half, which scaled is above the range of half": lambda out: (
+        out.half().sum() * 0 + 2000.0 + out.half().sum()
+    ),
     "vector": lambda out: out.float().sum(1),
     "view": lambda out: out.float().sum().view(1),
 }

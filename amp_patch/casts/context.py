@@ -12,6 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from amp_patch.casts.cache import CastCache
+from amp_patch.errors import warn
 
 
 class _Scope(NamedTuple):
@@ -19,6 +20,7 @@ class _Scope(NamedTuple):
     is_final: bool  # inner scopes of models cannot switch the casts on again
     owner: object
     outer: _Scope | None
+    autocast: tuple[str, ...] = ()  # device types on which `torch.autocast` is off meanwhile
 
 
 class CastContext:
@@ -32,6 +34,7 @@ class CastContext:
         self.half_dtype: torch.dtype | None = None
         self.cache = CastCache()
         self._keeping = 0
+        self._has_warned_of_autocast = False
         self._scope: ContextVar[_Scope | None] = ContextVar("amp_patch_scope", default=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastContext:
@@ -79,13 +82,19 @@ class CastContext:
         with self._within(None if inside is None else inside.outer):
             yield
 
-    def enter(self, owner: object, half_dtype: torch.dtype | None) -> None:
-        """Begin the scope of `owner`, a model in forward. A user's suspension stays in force."""
+    def enter(
+        self, owner: object, half_dtype: torch.dtype | None, *, is_cast: bool = True
+    ) -> None:
+        """Begin the scope of `owner`, a model in forward. A user's suspension stays in force.
+
+        A model that amp casts does so alone: where it meets `torch.autocast`, that is off inside.
+        """
         outer = self._scope.get()
         if outer is not None and outer.is_final:
             self._scope.set(_Scope(None, True, owner, outer))
-        else:
-            self._scope.set(_Scope(half_dtype, False, owner, outer))
+            return
+        autocast = self._switch_autocast_off(outer) if is_cast and outer is not None else ()
+        self._scope.set(_Scope(half_dtype, False, owner, outer, autocast))
 
     def leave(self, owner: object) -> None:
         """End the scope of `owner`, with any inside it that an exception left open.
@@ -93,22 +102,36 @@ class CastContext:
         When the outermost one ends while gradients are off, the iteration is over for the cache.
         """
         scope = self._scope.get()
-        while scope is not None and scope.owner is not owner:
+        ended = []
+        while scope is not None:
+            ended.append(scope)
+            if scope.owner is owner:
+                break
             scope = scope.outer
-        if scope is None:
+        else:
             return
+        for device in {device for one in ended for device in one.autocast}:
+            torch.set_autocast_enabled(device, True)
         self._scope.set(scope.outer)
-        if scope.outer is None and not torch.is_grad_enabled() and not self._keeping:
+        is_over = not torch.is_grad_enabled() and not self._keeping
+        if is_over and _model_around(scope.outer) is None:
             self.cache.clear()
+
+    def enter_autocast(self, region: torch.autocast) -> None:
+        """Begin a region of `torch.autocast`: what is cast there is cast by torch alone."""
+        scope = self._scope.get()
+        if scope is not None and scope.is_final:
+            return
+        if scope is not None and scope.half_dtype is not None:
+            self._warn_of_autocast()
+        self._scope.set(_Scope(None, False, region, scope))
 
     def is_inside_another(self, owner: object) -> bool:
         """Whether the forward of `owner` runs inside the forward of another model."""
         scope = self._scope.get()
         if scope is not None and scope.owner is owner:
             scope = scope.outer
-        while scope is not None and scope.owner is None:  # a suspension
-            scope = scope.outer
-        return scope is not None
+        return _model_around(scope) is not None
 
     def captured(self) -> Callable[[], AbstractContextManager[None]]:
         """The present scope, to be entered again later, by whoever runs code of now once more."""
@@ -123,6 +146,29 @@ class CastContext:
         finally:
             self._scope.set(before)
 
+    def _switch_autocast_off(self, scope: _Scope) -> tuple[str, ...]:
+        """Returns the device types on which `torch.autocast` was on."""
+        regions = set()
+        outer: _Scope | None = scope
+        while outer is not None:
+            if isinstance(outer.owner, torch.autocast):
+                regions.add(outer.owner.device)
+            outer = outer.outer
+        devices = tuple(device for device in regions if torch.is_autocast_enabled(device))
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
+        if devices:
+            self._warn_of_autocast()
+        return devices
+
+    def _warn_of_autocast(self) -> None:
+        if not self._has_warned_of_autocast:
+            self._has_warned_of_autocast = True
+            warn(
+                "a model that amp casts meets torch.autocast: in the forward of the model autocast "
+                "is off, and in an autocast region outside it amp casts nothing. Use one of the two"
+            )
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """The end of a forward without gradients does not empty the cache; the end of this does."""
@@ -133,6 +179,13 @@ class CastContext:
             self._keeping -= 1
             if not self._keeping:
                 self.cache.clear()
+
+
+def _model_around(scope: _Scope | None) -> _Scope | None:
+    """The innermost scope of a model; others are suspensions and regions of `torch.autocast`."""
+    while scope is not None and (scope.owner is None or isinstance(scope.owner, torch.autocast)):
+        scope = scope.outer
+    return scope
 
 
 def _is_tracing() -> bool:

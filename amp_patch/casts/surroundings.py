@@ -19,6 +19,7 @@ def adjust_surroundings(patcher: Patcher, context: CastContext) -> None:
     _forget_compiled_code()
     patcher.on_restore(_forget_compiled_code)
     _recompute_in_scope(patcher, context)
+    _notice_autocast(patcher, context)
     # In eval mode nn.MultiheadAttention calls one fused kernel, and no function with a cast.
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     patcher.on_restore(lambda: torch.backends.mha.set_fastpath_enabled(was_enabled))
@@ -48,3 +49,24 @@ def _recompute_in_scope(patcher: Patcher, context: CastContext) -> None:
 def _run_in(scope: Any, function: Any, /, *inputs: Any, **keywords: Any) -> Any:
     with scope():
         return function(*inputs, **keywords)
+
+
+def _notice_autocast(patcher: Patcher, context: CastContext) -> None:
+    """In a region of `torch.autocast` torch casts, and nobody else."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    @functools.wraps(enter)
+    def enter_and_tell(region: torch.autocast) -> Any:
+        result = enter(region)
+        if torch.is_autocast_enabled(region.device) and not torch.compiler.is_compiling():
+            context.enter_autocast(region)
+        return result
+
+    @functools.wraps(leave)
+    def leave_and_tell(region: torch.autocast, *exception: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            context.leave(region)
+        return leave(region, *exception)
+
+    patcher.replace(torch.autocast, "__enter__", enter_and_tell)
+    patcher.replace(torch.autocast, "__exit__", leave_and_tell)

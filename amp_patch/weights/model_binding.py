@@ -82,7 +82,8 @@ class ModelBinding:
         self._scope.restore()
         if are_casts_installed or self.policy.casts_model:
             half_dtype = self.policy.half_dtype if self.policy.patch_torch_functions else None
-            scope_model(model, context, half_dtype, self._scope)
+            is_cast = self.policy.casts_model or half_dtype is not None
+            scope_model(model, context, half_dtype, self._scope, is_cast=is_cast)
 
     def release(self) -> None:
         """Give the model back as it was."""

@@ -27,6 +27,9 @@ def check_model(model: nn.Module, policy: Policy, masters: MasterWeights) -> Non
     if not (policy.casts_model or policy.patch_torch_functions):
         return
     _refuse_wrapper(model)
+    for part in model.modules() if policy.casts_model else ():
+        if not isinstance(part, nn.DataParallel):
+            _refuse_wrapper(part)
     if policy.casts_model and isinstance(model, torch.jit.ScriptModule):
         raise AmpError(
             f"models: {policy.opt_level} expects a module that takes hooks, found the scripted "

@@ -1,0 +1,99 @@
+"""TorchScript beside the casts: it compiles source code, and sees neither wrappers nor hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import wrapt
+from torch import nn
+
+from amp_patch.casts.arguments import tensors
+from amp_patch.casts.context import CastContext
+from amp_patch.casts.patcher import Patcher
+from amp_patch.hooks import ModelHook
+
+
+def adjust_scripting(
+    patcher: Patcher, context: CastContext, wrappers: Mapping[int, Any]
+) -> None:
+    """Let `torch.jit.script` take models with hooks, and cast inside scripted code when it runs.
+
+    Wrappers do not reach what was scripted. It runs under `torch.autocast`, which does, with the
+    half dtype of the casts in force; traced code has its casts in the graph and runs as it is.
+    """
+    original = torch.jit.script
+
+    def script(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        with _known_to_script(wrappers), _without_hooks(args[0] if args else kwargs.get("obj")):
+            return original(*args, **kwargs)
+
+    scripted = wrapt.FunctionWrapper(original, script)
+    for owner in (torch.jit, torch.jit._script):
+        patcher.replace(owner, "script", scripted)
+
+    def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        with _autocast_of(context, instance, args, kwargs):
+            return wrapped(*args, **kwargs)
+
+    for kind in (torch.jit.ScriptModule, torch.jit.ScriptFunction):
+        patcher.replace(kind, "__call__", wrapt.FunctionWrapper(kind.__call__, call))
+
+
+def _autocast_of(
+    context: CastContext, scripted: Any, args: Any, kwargs: Any
+) -> AbstractContextManager[Any]:
+    dtype = context.active_dtype()
+    if dtype is None or isinstance(scripted, torch.jit.TopLevelTracedModule):
+        return nullcontext()
+    for tensor in tensors((*args, *kwargs.values())):
+        return _autocast(context, tensor.device.type, dtype)
+    return nullcontext()
+
+
+@contextmanager
+def _autocast(context: CastContext, device: str, dtype: torch.dtype) -> Iterator[None]:
+    with context.suspended(), torch.autocast(device, dtype):
+        yield
+
+
+@contextmanager
+def _known_to_script(wrappers: Mapping[int, Any]) -> Iterator[None]:
+    """The compiler knows operations by their id: while it runs, by that of their wrapper as well."""
+    known = torch.jit._builtins._get_builtin_table()
+    added = {
+        id(wrapper): known[key]
+        for key, wrapper in wrappers.items()
+        if key in known and id(wrapper) not in known
+    }
+    known.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            known.pop(key, None)
+
+
+@contextmanager
+def _without_hooks(model: Any) -> Iterator[None]:
+    """The compiler would compile the hooks of amp as well, and cannot."""
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    taken = [
+        (hooks, dict(hooks))
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        if any(isinstance(hook, ModelHook) for hook in hooks.values())
+    ]
+    for hooks, _ in taken:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, ModelHook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_of_them in taken:
+            hooks.clear()
+            hooks.update(all_of_them)
