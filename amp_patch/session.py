@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.casts.context import CastContext
+from amp_patch.casts.installation import Installation
 from amp_patch.casts.patcher import Patcher
-from amp_patch.casts.surroundings import adjust_surroundings
+from amp_patch.casts.scripting import make_scriptable
 from amp_patch.casts.watch import watch_weights
-from amp_patch.casts.wrappers import install_casts
 from amp_patch.errors import AmpError
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
@@ -29,7 +30,7 @@ from amp_patch.weights.exclusions import Exclusions, Selector, find_exclusions
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.model_binding import ModelBinding
 from amp_patch.weights.model_casting import owned_tensors
-from amp_patch.weights.model_checks import check_input_names, check_model
+from amp_patch.weights.model_checks import check_input_names, check_model, check_parameters
 from amp_patch.weights.running_statistics import ModelParts
 
 logger = logging.getLogger("amp_patch")
@@ -65,9 +66,8 @@ class Session:
         self._wrappers = ParallelWrappers(
             self._masters.broadcast_, functools.partial(FollowMasters.of_all, self._masters)
         )
-        self._casts = Patcher()
+        self.casts = Installation(self.context)
         self._watch = Patcher()
-        self._are_casts_installed = False
         self._is_watching = False
         self._models: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         self._bindings: weakref.WeakValueDictionary[int, OptimizerBinding] = (
@@ -84,6 +84,7 @@ class Session:
         for model in models:
             check_model(model, setup.policy, self._masters)
         check_input_names(models, setup.keep_inputs)
+        check_parameters(models, itertools.chain(*map(_parameters_of, optimizers)))
         exclusions = find_exclusions("keep_fp32", models, setup.keep_fp32)
         group = ScalerGroup(setup.policy, setup.num_losses, setup.is_verbose)
         if self._is_unchanged(models, optimizers, setup, exclusions):
@@ -163,12 +164,18 @@ class Session:
             )
         return binding.full_precision(self._masters, self.context)
 
+    def renew_casts(self) -> None:
+        """Cast as the registrations of the user say by now."""
+        if self.casts.is_there:
+            self.casts.remove()
+            self._adjust_casts()
+
     def _bind(
         self,
         models: Sequence[tuple[nn.Module, ModelBinding]],
         optimizers: Sequence[tuple[Any, Policy, ScalerGroup]],
     ) -> None:
-        held = [_parameter_ids(optimizer) for optimizer, _, _ in optimizers]
+        held = [set(map(id, _parameters_of(optimizer))) for optimizer, _, _ in optimizers]
         optimized = set().union(*held)
         parts: list[ModelParts] = []
         for model, binding in models:
@@ -248,13 +255,10 @@ class Session:
         policies = [binding.policy for binding in self._bindings.values()]
         policies += [binding.policy for _, binding in models]
         half_dtypes = [policy.half_dtype for policy in policies if policy.patch_torch_functions]
-        if half_dtypes and not self._are_casts_installed:
-            self._casts.on_restore(self._forget_casts)
-            self._are_casts_installed = True
-            install_casts(self._casts, self.context)
-            adjust_surroundings(self._casts, self.context)
-        elif not half_dtypes and self._are_casts_installed:
-            self._casts.restore()
+        if half_dtypes and not self.casts.is_there:
+            self.casts.install()
+        elif not half_dtypes:
+            self.casts.remove()
         if half_dtypes:
             self.context.half_dtype = half_dtypes[-1]  # of the newest model
         self._adjust_watch(any(policy != OPT_LEVELS["O0"] for policy in policies))
@@ -264,6 +268,7 @@ class Session:
     def _adjust_watch(self, is_wanted: bool) -> None:
         if is_wanted and not self._is_watching:
             watch_weights(self._watch, self)
+            make_scriptable(self._watch)
         elif not is_wanted:
             self._watch.restore()
         self._is_watching = is_wanted
@@ -290,11 +295,6 @@ class Session:
             if binding.holds_only(ids):
                 binding.zero()
 
-    def _forget_casts(self) -> None:
-        self._are_casts_installed = False
-        self.context.half_dtype = None
-        self.context.cache.clear()
 
-
-def _parameter_ids(optimizer: Any) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from amp_patch.casts.rules import OP_RULES, CastRule, OpRule
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 
 OPERATIONS = [info for info in op_db if torch.float32 in info.dtypes and info.get_op() is not None]
@@ -29,6 +30,8 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
 MIXES = ("all", "only the first", "all but the first")
 PERTURBATIONS = 3
 
+# For its own messages the database searches the stack, which takes longer than the samples.
+_NO_TRACKING = mock.patch.object(common_utils, "extract_test_fn", return_value=None)
 # The database holds the functions themselves; under casts they are called by their names.
 _ROWS: dict[Any, OpRule] = {
     getattr(row.owner, row.name): row for row in OP_RULES if hasattr(row.owner, row.name)
@@ -68,7 +71,9 @@ class MixedCall:
         """
         found, wanted = _tensors(result), _tensors(expected)
         if [one.shape for one in found] != [one.shape for one in wanted]:
-            return f"shapes {[one.shape for one in found]}, expected {[one.shape for one in wanted]}"
+            return (
+                f"shapes {[one.shape for one in found]}, expected {[one.shape for one in wanted]}"
+            )
         if all(map(_are_equal, found, wanted)) or self._is_random():
             return None
         unit = torch.finfo(self._dtype_it_ran_in()).eps / 2
@@ -77,7 +82,9 @@ class MixedCall:
             near = [other[position] for other in others if len(other) == len(wanted)]
             error = _excess(one, want, near, unit) if near else 0.0
             if error:
-                return f"output {position} in {one.dtype} is off by {error:.3g} times what is allowed"
+                return (
+                    f"output {position} in {one.dtype} is off by {error:.3g} times what is allowed"
+                )
         return None
 
     def _dtype_it_ran_in(self) -> torch.dtype:
@@ -103,9 +110,7 @@ class MixedCall:
 
     def _is_random(self) -> bool:
         """Whether it draws numbers; those of a half tensor are others than those of float32."""
-        results = []
-        for seed in (1, 2):
-            results.append(_tensors(_call(self.function, self.rounded, self.spec, seed)))
+        results = [_tensors(_call(self.function, self.rounded, self.spec, seed)) for seed in (1, 2)]
         return not all(map(_are_equal, *results))
 
 
@@ -138,24 +143,9 @@ def passes(call: Callable[[], Any]) -> bool:
     return True
 
 
-def count_raising(
-    half_dtype: torch.dtype, limit: int, region: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> tuple[int, int]:
-    """How many operations raise on mixed samples in `region` where FP32 passes, and of how many."""
-    raising = tried = 0
-    for info in OPERATIONS:
-        calls = [
-            one for one in mixed_calls(info, "function", half_dtype, limit) if passes(one.in_float)
-        ]
-        tried += bool(calls)
-        with region():
-            raising += not all(passes(one.as_it_comes) for one in calls)
-    return raising, tried
-
-
 def _samples(info: Any, limit: int) -> list[Any]:
     try:
-        with _seeding(torch.default_generator.manual_seed):
+        with _seeding(torch.default_generator.manual_seed), _NO_TRACKING:
             samples = list(info.sample_inputs("cpu", torch.float32))
     except Exception:  # noqa: BLE001 (some samples need CUDA, or a package that is not here)
         return []
@@ -201,9 +191,7 @@ def _are_equal(one: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(one.to(wide).nan_to_num(), want.to(wide).nan_to_num())
 
 
-def _excess(
-    one: torch.Tensor, want: torch.Tensor, near: list[torch.Tensor], unit: float
-) -> float:
+def _excess(one: torch.Tensor, want: torch.Tensor, near: list[torch.Tensor], unit: float) -> float:
     """The largest error in units of what is allowed if that is above 1, else 0."""
     if one.numel() == 0 or _are_equal(one, want):
         return 0.0

@@ -522,6 +522,30 @@ def test_parameters_that_are_views_of_one_buffer_stay_so_or_are_refused(opt_leve
         assert_identical(flat, torch.cat([weight.detach().flatten(), bias.detach()]))
 
 
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_one_flat_parameter_behind_the_views_in_the_model_trains_or_is_refused(
+    opt_level: str, scale: float
+) -> None:
+    model = nn.Linear(2, 2)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    flat.grad = torch.zeros_like(flat)
+    model.weight.data, model.bias.data = flat.data[:4].view(2, 2), flat.data[4:]
+    model.weight.grad, model.bias.grad = flat.grad[:4].view(2, 2), flat.grad[4:]
+    optimizer = torch.optim.SGD([flat], lr=0.1)
+    before = flat.detach().clone()
+    try:
+        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=scale)
+    except amp.AmpError as error:
+        message = str(error)
+        assert "view" in message or "storage" in message
+        return
+    backward(model(torch.ones(1, 2)).float().sum(), optimizer)
+    optimizer.step()
+    assert_identical(flat.detach(), before - 0.1)  # every gradient is 1
+    assert_identical(model.weight.detach().float().flatten(), flat[:4].detach())
+
+
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_an_optimizer_without_parameters_of_the_model_trains_its_own(opt_level: str) -> None:
     model = net()

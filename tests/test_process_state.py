@@ -122,12 +122,12 @@ LEAKY_TESTS = """
 
     def test_leaves_a_session():
         amp.initialize(torch.nn.Linear(2, 2), opt_level="O4", verbosity=0)
-        assert torch.nn.functional.linear is not LINEAR
+        assert torch.nn.functional.linear is not PLAIN[0]
 
-    LINEAR = torch.nn.functional.linear
+    PLAIN = [torch.nn.functional.linear]
 
     def test_starts_without_that_session():
-        assert torch.nn.functional.linear is LINEAR
+        assert torch.nn.functional.linear is PLAIN[0]
 
     def test_leaves_a_patch():
         torch.matmul = torch.mm

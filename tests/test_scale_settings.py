@@ -166,6 +166,24 @@ def test_a_block_waits_for_the_device_at_most_once(
         assert len(waits) == expected, waits
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_with_a_fused_optimizer_a_block_waits_once_too(
+    opt_level: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    amp.initialize(model, optimizer, opt_level=opt_level)
+    for _ in range(2):
+        loss = model(torch.randn(1, 2)).sum() * 2.0**-10
+        with counted_waits(monkeypatch) as waits:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(waits) == 1, waits
+
+
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_a_delayed_window_waits_for_the_device_once(
     opt_level: str, monkeypatch: pytest.MonkeyPatch

@@ -560,6 +560,48 @@ def test_a_delayed_window_with_two_optimizers_equals_an_undelayed_one(opt_level:
 
 
 @pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_a_scale_that_changes_inside_a_delayed_window_does_not_spoil_it(opt_level: str) -> None:
+    """Another optimizer with the same loss overflows meanwhile, and the scale halves."""
+    models = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level=opt_level, loss_scale=WIDE)
+    ones = torch.ones(1, 1)
+    backward(models[0](ones).float().sum(), optimizers[0], delay_unscale=True)
+    backward(overflowing(models[1](ones).float().sum()), optimizers[1])
+    optimizers[1].step()
+    backward(models[0](ones).float().sum() * 2, optimizers[0], delay_unscale=True)
+    backward(models[0](ones).float().sum() * 4, optimizers[0])
+    assert gradients(optimizers[0])[0].item() == 7.0
+
+
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_loading_a_scale_inside_a_delayed_window_does_not_spoil_it(opt_level: str) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=WIDE)
+    ones = torch.ones(1, 1)
+    backward(model(ones).float().sum(), optimizer, delay_unscale=True)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 16.0, "unskipped": 0}})
+    backward(model(ones).float().sum() * 2, optimizer)
+    assert gradients(optimizer)[0].item() == 3.0
+
+
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_partners_of_two_calls_overflow_apart(opt_level: str) -> None:
+    pairs = [pair_at(opt_level, loss_scale=WIDE) for _ in range(2)]
+    inputs, targets = batch()
+    before = snapshot(*pairs[0])
+    for i, (model, optimizer) in enumerate(pairs):
+        loss = F.mse_loss(model(inputs), targets)
+        backward(loss if i else overflowing(loss), optimizer)
+    for _, optimizer in pairs:
+        optimizer.step()
+    assert [amp.step_was_skipped(optimizer) for _, optimizer in pairs] == [True, False]
+    assert [amp.loss_scale(0), amp.loss_scale(1)] == [128.0, 64.0]  # the newest call comes first
+    assert_identical(snapshot(*pairs[0]), before)
+
+
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
 def test_the_same_loss_may_go_through_two_blocks(opt_level: str) -> None:
     models, optimizers = adversaries(opt_level, loss_scale=128.0)
     inputs, targets = batch()
@@ -635,6 +677,18 @@ def test_hooks_of_the_user_find_the_scale_by_which_their_gradient_is_multiplied(
         )
     backward(model(torch.ones(1, 1)).sum() * 3.0, optimizer)
     assert seen == [3.0]
+
+
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_an_optimizer_that_steps_inside_of_backward_is_refused(opt_level: str) -> None:
+    model, optimizer = pair_at(opt_level, loss_scale=128.0)
+    before = snapshot(model, optimizer)
+    hook = model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(amp.AmpError, match="still multiplied by the loss scale"):
+        backward(model(batch()[0]).sum(), optimizer)
+    hook.remove()
+    assert_identical(snapshot(model, optimizer), before)
+    train_step(model, optimizer, batch())
 
 
 @pytest.mark.parametrize("opt_level", SCALED_LEVELS)

@@ -1,4 +1,4 @@
-"""Look at and cast the tensors among the arguments of one call. No pytree: this is the hot path."""
+"""Look at, cast and write the tensors of one call. No pytree: this is the hot path."""
 
 from __future__ import annotations
 
@@ -116,6 +116,36 @@ def limited(dtype: torch.dtype, number: Any) -> Any:
     """`number`, or the largest or smallest that `dtype` holds if that is nearer to 0."""
     largest = _LARGEST[dtype]
     return math.copysign(largest, number) if largest < abs(number) < math.inf else number
+
+
+def store(result: Any, out: Any) -> Any:
+    """Write `result` into `out`, a tensor or a tuple of them, as `out=` does."""
+    if not isinstance(out, Tensor):
+        return type(result)([store(*pair) for pair in zip(result, out, strict=True)])
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
+
+
+def cast_result(result: Any, dtype: torch.dtype | None) -> Any:
+    """`result`, or what it holds, in `dtype` where it is float32 and `dtype` is half."""
+    if dtype not in HALF_DTYPES:
+        return result
+    if isinstance(result, Tensor):
+        return result.to(dtype) if result.dtype is torch.float32 else result
+    return type(result)([cast_result(one, dtype) for one in result])
+
+
+def dtype_of_out(kwargs: Kwargs, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of `out=` if that is given and castable, else `dtype`."""
+    out = kwargs.get("out")
+    return out.dtype if isinstance(out, Tensor) and out.dtype in CASTABLE else dtype
+
+
+def has_sparse(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a tensor among the arguments is of a sparse layout."""
+    found = tensors((*args, *kwargs.values()))
+    return any(tensor.layout is not torch.strided for tensor in found)
 
 
 def _size(value: Any) -> float:

@@ -54,7 +54,8 @@ class CastCache:
         if weight.dtype is dtype:
             return weight
         cast = weight.to(dtype)
-        if not torch.is_inference_mode_enabled() and not weight.is_inference():
+        is_inference = torch.is_inference_mode_enabled() or weight.is_inference()
+        if not is_inference and type(cast) is torch.Tensor:  # some mode may make it another kind
             self._keep(weight, cast)
         return cast
 

@@ -14,6 +14,9 @@ from torch.nn import Parameter
 from amp_patch.casts.cache import CastCache
 from amp_patch.errors import warn
 
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)  # fake tensors, make_fx, export
+
 
 class _Scope(NamedTuple):
     half_dtype: torch.dtype | None  # None: casts are suspended
@@ -82,9 +85,7 @@ class CastContext:
         with self._within(None if inside is None else inside.outer):
             yield
 
-    def enter(
-        self, owner: object, half_dtype: torch.dtype | None, *, is_cast: bool = True
-    ) -> None:
+    def enter(self, owner: object, half_dtype: torch.dtype | None, *, is_cast: bool = True) -> None:
         """Begin the scope of `owner`, a model in forward. A user's suspension stays in force.
 
         A model that amp casts does so alone: where it meets `torch.autocast`, that is off inside.
@@ -194,4 +195,5 @@ def _is_tracing() -> bool:
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(map(torch._C._get_dispatch_mode, _TRACING_MODES))
     )

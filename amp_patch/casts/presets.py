@@ -1,4 +1,4 @@
-"""Presets of cast rules, and what a user adds to one of them. Data, and how to choose and show it."""
+"""Presets of cast rules, what a user adds to one of them, and the rules in force as a table."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from amp_patch.casts.rules import (
 from amp_patch.casts.spellings import operation_name
 from amp_patch.errors import AmpError
 
-_CONVOLUTION = (
-    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"
-)
+_CONVOLUTION = "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"
 _CELLS = "_VF.lstm_cell _VF.gru_cell _VF.rnn_tanh_cell _VF.rnn_relu_cell"
 _SEQUENCES = "_VF.lstm _VF.gru _VF.rnn_tanh _VF.rnn_relu"
 _LOSSES_IN_ALL = (
@@ -49,7 +47,10 @@ _APEX: Mapping[str, CastRule] = table(
     (CastRule.FLOAT, "Tensor.cpu"),
     (CastRule.PROMOTE, "addcdiv addcmul atan2 cross bilinear dot cat stack"),
     (CastRule.REFUSED, "binary_cross_entropy"),
-    (CastRule.REFUSED, "acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_"),
+    (
+        CastRule.REFUSED,
+        "acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_",
+    ),
     (CastRule.REFUSED, "sinh_ tan_ pow_ cumprod_ cumsum_ renorm_"),
 )
 # torch 2.13, torch/csrc/autocast_mode.h: the names that a Python program can reach.
@@ -72,7 +73,10 @@ _CPU: Mapping[str, CastRule] = table(
     (CastRule.PROMOTE, "cat stack index_copy"),
     (CastRule.FLOAT, "avg_pool3d adaptive_avg_pool3d _C._nn.adaptive_max_pool3d max_pool3d"),
     (CastRule.FLOAT, "_C._nn.max_unpool2d _C._nn.max_unpool3d _C._nn.fractional_max_pool2d"),
-    (CastRule.FLOAT, "_C._nn.fractional_max_pool3d _C._nn.reflection_pad1d _C._nn.reflection_pad2d"),
+    (
+        CastRule.FLOAT,
+        "_C._nn.fractional_max_pool3d _C._nn.reflection_pad1d _C._nn.reflection_pad2d",
+    ),
     (CastRule.FLOAT, "_C._nn.replication_pad1d _C._nn.replication_pad2d _C._nn.replication_pad3d"),
     (CastRule.FLOAT, "grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d"),
     (CastRule.FLOAT, f"{_LOSSES_IN_ALL} binary_cross_entropy huber_loss cross_entropy ctc_loss"),
@@ -90,9 +94,9 @@ _CPU: Mapping[str, CastRule] = table(
 PRESETS: Mapping[str, Mapping[str, CastRule]] = MappingProxyType(
     {
         "default": DEFAULT_OPERATIONS,
-        "apex-2019": SAFEGUARDS | _APEX,
-        "torch-cuda": SAFEGUARDS | _CUDA,
-        "torch-cpu": SAFEGUARDS | _CPU,
+        "apex-2019": {**SAFEGUARDS, **_APEX},
+        "torch-cuda": {**SAFEGUARDS, **_CUDA},
+        "torch-cpu": {**SAFEGUARDS, **_CPU},
     }
 )
 """The rule of each operation, by the name of the preset. The others follow their inputs."""

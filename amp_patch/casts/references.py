@@ -7,12 +7,12 @@ objects, classes or other functions are left and can be listed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ _OWN = frozenset({"amp_patch", "functorch", "torch", "torchgen", "wrapt"})
 
 @dataclass(frozen=True, slots=True)
 class StoredReference:
-    """A plain torch function, by its name, in a place where casts do not reach it."""
+    """A function without its casts: `function` by its name, and the `place` that holds it."""
 
     function: str
     place: str
@@ -42,75 +42,122 @@ def rebind_references(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> 
     while the casts are installed become plain functions again when they come off.
     """
     patcher.on_restore(_unwrap_references)
-    for module in _foreign_modules():
+    _rebind(patcher, wrappers, _is_foreign)
+    for wrapper in wrappers.values():
+        _rebind_at_home(patcher, wrapper)
+
+
+def replace_everywhere(patcher: Patcher, owner: Any, name: str, new: Any) -> None:
+    """Replace a function of torch, and what modules have under names of their own, torch's too."""
+    original = getattr(owner, name)
+    patcher.replace(owner, name, new)
+    _rebind(patcher, {id(original): new}, lambda _: True)
+
+
+def stored_references(wrappers: Mapping[int, CastWrapper]) -> list[StoredReference]:
+    """The plain functions that objects, classes and functions hold, and that escape the casts."""
+    found: dict[StoredReference, None] = {}
+    for holder in gc.get_objects():
+        for place, value in _held_by(holder):
+            wrapper = wrappers.get(id(value))
+            if wrapper is not None and wrapper.__wrapped__ is value:
+                name = wrapper._self_qualified_name
+                found[StoredReference(name.replace(":", "."), place)] = None
+    return list(found)
+
+
+def _rebind(
+    patcher: Patcher, wrappers: Mapping[int, Any], is_wanted: Callable[[str], bool]
+) -> None:
+    for module in _modules(is_wanted):
         for name, value in list(vars(module).items()):
             wrapper = wrappers.get(id(value))
             if wrapper is not None and wrapper.__wrapped__ is value:
                 patcher.replace(module, name, wrapper)
 
 
-def stored_references(wrappers: Mapping[int, CastWrapper]) -> list[StoredReference]:
-    """The plain functions that objects, classes and functions hold, and that escape the casts."""
-    found = []
-    for holder in gc.get_objects():
-        for place, value in _held_by(holder):
-            wrapper = wrappers.get(id(value))
-            if wrapper is not None and wrapper.__wrapped__ is value:
-                found.append(StoredReference(wrapper.qualified_name, place))
-    return found
+def _rebind_at_home(patcher: Patcher, wrapper: CastWrapper) -> None:
+    """Generated code, of torch.fx and torch.compile, names a function by where it says it is from.
+
+    `torch.nn.functional.linear` is `torch._C._nn.linear` there.
+    """
+    original = wrapper.__wrapped__
+    path = getattr(original, "__module__", None)
+    name = getattr(original, "__name__", "")
+    if not isinstance(path, str) or path.partition(".")[0] != "torch":
+        return
+    home: Any = sys.modules["torch"]
+    for part in path.split(".")[1:]:
+        home = getattr(home, part, None)
+    if isinstance(home, types.ModuleType) and vars(home).get(name) is original:
+        patcher.replace(home, name, wrapper)
 
 
 def _unwrap_references() -> None:
-    for module in _foreign_modules():
+    for module in _modules(_is_foreign):
         for name, value in list(vars(module).items()):
-            if type(value) is CastWrapper:
+            if issubclass(type(value), CastWrapper):
                 setattr(module, name, value.__wrapped__)
 
 
-def _foreign_modules() -> Iterator[types.ModuleType]:
+def _modules(is_wanted: Callable[[str], bool]) -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and name.partition(".")[0] not in _OWN:
+        if issubclass(type(module), types.ModuleType) and is_wanted(name):
             yield module
 
 
 def _held_by(holder: Any) -> Iterator[tuple[str, Any]]:
     """The values that `holder` keeps, each with the words for where it is."""
-    if isinstance(holder, types.FunctionType):
+    kind = type(holder)  # `isinstance` would ask proxies of what is gone
+    if kind is types.FunctionType:
         if _is_foreign(holder.__module__):
             yield from _held_by_function(holder)
-    elif isinstance(holder, type):
+    elif issubclass(kind, type):
         if _is_foreign(holder.__module__):
-            for name, value in vars(holder).items():
-                yield f"class {holder.__qualname__}, attribute {name}", _opened(value)
-    elif isinstance(holder, nn.Module) or _is_foreign(type(holder).__module__):
-        attributes = getattr(holder, "__dict__", None)
-        if type(attributes) is dict and not isinstance(holder, types.ModuleType):
-            for name, value in list(attributes.items()):
-                place = f"{type(holder).__qualname__} object, attribute {name}"
-                for item in _items(value):
-                    yield place, item
+            place = f"class {holder.__qualname__}"
+            yield from _held_in(place, "attribute", vars(holder))
+    elif issubclass(kind, types.ModuleType):
+        if _is_foreign(holder.__name__):
+            containers = {
+                name: value
+                for name, value in vars(holder).items()
+                if type(value) in (dict, list, tuple, functools.partial)
+            }
+            yield from _held_in(f"module {holder.__name__}", "name", containers)
+    elif issubclass(kind, nn.Module) or _is_foreign(kind.__module__):
+        attributes = None
+        with contextlib.suppress(AttributeError):
+            attributes = object.__getattribute__(holder, "__dict__")
+        if type(attributes) is dict:
+            yield from _held_in(f"{kind.__qualname__} object", "attribute", attributes)
+
+
+def _held_in(place: str, what: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in list(attributes.items()):
+        for item in _items(value):
+            yield f"{place}, {what} {name}", item
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     place = f"function {function.__qualname__}"
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    for value in defaults:
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield f"{place}, a default", value
-    for value in inspect.getclosurevars(function).nonlocals.values():
-        yield f"{place}, its closure", value
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable without a value yet
+            yield f"{place}, its closure", cell.cell_contents
 
 
 def _items(value: Any) -> Iterator[Any]:
     if type(value) in (list, tuple):
         yield from map(_opened, value)
     elif type(value) is dict:
-        yield from map(_opened, value.values())
+        yield from map(_opened, list(value.values()))
     else:
         yield _opened(value)
 
 
 def _opened(value: Any) -> Any:
-    if isinstance(value, (staticmethod, classmethod)):
+    if type(value) in (staticmethod, classmethod):
         return value.__func__
     return value.func if type(value) is functools.partial else value
 

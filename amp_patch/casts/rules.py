@@ -109,7 +109,7 @@ def _in(namespace: str, names: str) -> str:
     return " ".join(f"{namespace}.{name}" for name in names.split())
 
 
-# -- half: Tensor Cores and their kin work on these, nearly all of a network's arithmetic -----------
+# -- half: Tensor Cores and their kin work on these, nearly all of a network's arithmetic ----------
 _GEMM = (
     "matmul mm mv bmm addmm addmv addr addbmm baddbmm linear bilinear "
     "einsum tensordot chain_matmul linalg.multi_dot grouped_mm scaled_dot_product_attention"
@@ -119,15 +119,15 @@ _CONVOLUTION = (
 )
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 
-# -- float32: a small relative error, or a large argument, leaves float16's range -------------------
+# -- float32: a small relative error, or a large argument, leaves float16's range ------------------
 _STEEP = (
     "acos arccos acosh arccosh asin arcsin asinh arcsinh atanh arctanh cosh sinh tan erfinv erfc "
     "exp exp2 expm1 log log10 log2 log1p reciprocal rsqrt pow ldexp softplus "
     "lgamma digamma polygamma mvlgamma igamma igammac xlogy"
 )
 _SPECIAL = (
-    "gammaln psi multigammaln gammainc gammaincc xlog1py entr erfcx i1 i1e zeta ndtri log_ndtr airy_ai "
-    "bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 "
+    "gammaln psi multigammaln gammainc gammaincc xlog1py entr erfcx i1 i1e zeta ndtri log_ndtr "
+    "airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 "
     "modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 "
     "spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v "
     "chebyshev_polynomial_w shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u "
@@ -137,17 +137,17 @@ _SPECIAL = (
 # Long sums: 65,505 ones are more than float16 holds, and 256 squared is as well. torch.amp is of
 # two minds about sums over vectors (dot, vecdot); the result is one number and belongs in FP32.
 _REDUCTION = (
-    "sum nansum prod cumsum cumprod logcumsumexp logsumexp norm dist renorm std var std_mean var_mean "
-    "trace cov corrcoef nuclear_norm frobenius_norm norm_except_dim native_norm "
-    "linalg.vector_norm linalg.matrix_norm dot vdot inner linalg.vecdot "
-    "trapz trapezoid cumulative_trapezoid histc histogram histogramdd"
+    "sum nansum prod cumsum cumprod logcumsumexp logsumexp norm dist renorm std var std_mean "
+    "var_mean trace cov corrcoef nuclear_norm frobenius_norm norm_except_dim native_norm "
+    "linalg.vector_norm linalg.matrix_norm dot vdot inner linalg.vecdot trapz trapezoid "
+    "cumulative_trapezoid histc histogram histogramdd"
 )
 _SOFTMAX = "softmax log_softmax softmin gumbel_softmax"
 _DISTANCE = "cdist pdist cosine_similarity pairwise_distance normalize local_response_norm"
 # Half kernels are rare here, and errors grow with the condition number.
 _LINALG = (
-    "cholesky cholesky_inverse cholesky_solve inverse pinverse qr orgqr ormqr geqrf svd lu lu_solve "
-    "triangular_solve det logdet slogdet matrix_exp matrix_power "
+    "cholesky cholesky_inverse cholesky_solve inverse pinverse qr orgqr ormqr geqrf svd lu "
+    "lu_solve triangular_solve det logdet slogdet matrix_exp matrix_power "
 ) + _in(
     "linalg",
     "cholesky_ex cond eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor "
@@ -159,8 +159,8 @@ _FOURIER = "stft istft complex polar view_as_complex " + _in(
     "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2 rfftn irfftn "
     "hfft ihfft hfft2 ihfft2 hfftn ihfftn",
 )
-# Coordinates with the 11 bits of a half are a quarter of a pixel off at 1,024 pixels. The upsamplings
-# are what F.interpolate calls; "nearest" only copies values and follows its input.
+# Coordinates with the 11 bits of a half are a quarter of a pixel off at 1,024 pixels. F.interpolate
+# calls the upsamplings; "nearest" only copies values and follows its input.
 _SAMPLING = (
     "grid_sample grid_sampler grid_sampler_2d grid_sampler_3d affine_grid affine_grid_generator "
     "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
@@ -184,10 +184,10 @@ _STATISTICS = (
     "ops.aten._batch_norm_with_update"
 )
 
-# -- promote: plain torch refuses mixed dtypes, or a mask value of -1e9 in float16 -------------------
+# -- promote: plain torch refuses mixed dtypes, or a mask value of -1e9 in float16 -----------------
 _SCATTER = (
-    "index_add index_copy index_put index_reduce scatter scatter_add scatter_reduce masked_scatter put "
-    "_unsafe_masked_index_put_accumulate"
+    "index_add index_copy index_put index_reduce scatter scatter_add scatter_reduce "
+    "masked_scatter put _unsafe_masked_index_put_accumulate"
 )
 _FILL = "masked_fill index_fill where full_like Tensor.new_full pad constant_pad_nd"
 _MIXED = (
@@ -227,7 +227,7 @@ DEFAULT_OPERATIONS: Mapping[str, CastRule] = MappingProxyType(
         (CastRule.NORM, _NORM),
         (CastRule.BANNED, "binary_cross_entropy"),
     )
-    | SAFEGUARDS
+    | dict(SAFEGUARDS)
 )
 """The rule of each operation by its name: the preset "default"."""
 

@@ -13,26 +13,36 @@ from torch import nn
 from amp_patch.casts.arguments import tensors
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
+from amp_patch.casts.references import replace_everywhere
+from amp_patch.errors import warn
 from amp_patch.hooks import ModelHook
+from amp_patch.policy import HALF_DTYPES
 
 
-def adjust_scripting(
-    patcher: Patcher, context: CastContext, wrappers: Mapping[int, Any]
-) -> None:
-    """Let `torch.jit.script` take models with hooks, and cast inside scripted code when it runs.
+def make_scriptable(patcher: Patcher) -> None:
+    """Let `torch.jit.script` take models with hooks of amp."""
+    original = torch.jit.script
 
-    Wrappers do not reach what was scripted. It runs under `torch.autocast`, which does, with the
-    half dtype of the casts in force; traced code has its casts in the graph and runs as it is.
+    def script(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        with _without_hooks(args[0] if args else kwargs.get("obj")):
+            return wrapped(*args, **kwargs)
+
+    replace_everywhere(patcher, torch.jit, "script", wrapt.FunctionWrapper(original, script))
+
+
+def cast_scripted(patcher: Patcher, context: CastContext, wrappers: Mapping[int, Any]) -> None:
+    """Cast inside scripted code when it runs, which wrappers do not reach.
+
+    It runs under `torch.autocast` with the half dtype of the casts in force, by torch's own choice
+    of operations. Traced code has its casts in the graph and runs as it is.
     """
     original = torch.jit.script
 
     def script(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        with _known_to_script(wrappers), _without_hooks(args[0] if args else kwargs.get("obj")):
-            return original(*args, **kwargs)
+        with _known_to_script(wrappers):
+            return wrapped(*args, **kwargs)
 
-    scripted = wrapt.FunctionWrapper(original, script)
-    for owner in (torch.jit, torch.jit._script):
-        patcher.replace(owner, "script", scripted)
+    replace_everywhere(patcher, torch.jit, "script", wrapt.FunctionWrapper(original, script))
 
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with _autocast_of(context, instance, args, kwargs):
@@ -46,7 +56,7 @@ def _autocast_of(
     context: CastContext, scripted: Any, args: Any, kwargs: Any
 ) -> AbstractContextManager[Any]:
     dtype = context.active_dtype()
-    if dtype is None or isinstance(scripted, torch.jit.TopLevelTracedModule):
+    if dtype is None or isinstance(scripted, torch.jit._trace.TopLevelTracedModule):
         return nullcontext()
     for tensor in tensors((*args, *kwargs.values())):
         return _autocast(context, tensor.device.type, dtype)
@@ -61,8 +71,8 @@ def _autocast(context: CastContext, device: str, dtype: torch.dtype) -> Iterator
 
 @contextmanager
 def _known_to_script(wrappers: Mapping[int, Any]) -> Iterator[None]:
-    """The compiler knows operations by their id: while it runs, by that of their wrapper as well."""
-    known = torch.jit._builtins._get_builtin_table()
+    """The compiler knows operations by their id: while it runs, by that of their wrapper too."""
+    known: Any = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
     added = {
         id(wrapper): known[key]
         for key, wrapper in wrappers.items()
@@ -88,6 +98,12 @@ def _without_hooks(model: Any) -> Iterator[None]:
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         if any(isinstance(hook, ModelHook) for hook in hooks.values())
     ]
+    if taken and any(parameter.dtype in HALF_DTYPES for parameter in model.parameters()):
+        warn(
+            "torch.jit.script: the scripted model has half weights, and no casts at its entry and "
+            "exit; pass it half tensors, script inside amp.full_precision(model), or use "
+            "torch.jit.trace, which keeps the casts"
+        )
     for hooks, _ in taken:
         for key in [key for key, hook in hooks.items() if isinstance(hook, ModelHook)]:
             del hooks[key]

@@ -50,7 +50,16 @@ _OPERATORS: Mapping[str, str] = MappingProxyType(
 )
 # Functions of torch.nn.functional that only call the function or the method of the same name.
 DELEGATING = frozenset(
-    "softmax log_softmax layer_norm group_norm rms_norm batch_norm instance_norm embedding_bag".split()
+    {
+        "batch_norm",
+        "embedding_bag",
+        "group_norm",
+        "instance_norm",
+        "layer_norm",
+        "log_softmax",
+        "rms_norm",
+        "softmax",
+    }
 )
 
 

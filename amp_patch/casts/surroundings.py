@@ -12,6 +12,7 @@ import wrapt
 
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
+from amp_patch.casts.references import replace_everywhere
 
 
 def adjust_surroundings(patcher: Patcher, context: CastContext) -> None:
@@ -41,9 +42,8 @@ def _recompute_in_scope(patcher: Patcher, context: CastContext) -> None:
         scoped = functools.partial(_run_in, context.captured(), function)
         return original(scoped, *rest, **kwargs)
 
-    patcher.replace(
-        torch.utils.checkpoint, "checkpoint", wrapt.FunctionWrapper(original, checkpoint)
-    )
+    scoped_checkpoint = wrapt.FunctionWrapper(original, checkpoint)
+    replace_everywhere(patcher, torch.utils.checkpoint, "checkpoint", scoped_checkpoint)
 
 
 def _run_in(scope: Any, function: Any, /, *inputs: Any, **keywords: Any) -> Any:
@@ -53,7 +53,8 @@ def _run_in(scope: Any, function: Any, /, *inputs: Any, **keywords: Any) -> Any:
 
 def _notice_autocast(patcher: Patcher, context: CastContext) -> None:
     """In a region of `torch.autocast` torch casts, and nobody else."""
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    enter: Any = torch.autocast.__enter__
+    leave: Any = torch.autocast.__exit__
 
     @functools.wraps(enter)
     def enter_and_tell(region: torch.autocast) -> Any:

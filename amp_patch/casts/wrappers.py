@@ -15,6 +15,7 @@ from amp_patch.casts.patcher import Patcher
 from amp_patch.casts.rules import OP_RULES, OpRule
 from amp_patch.errors import warn
 
+
 class _Picklable:
     """Pickles as the name of the torch function and deep-copies to itself, as a function does.
 

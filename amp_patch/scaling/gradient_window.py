@@ -9,12 +9,11 @@ import torch
 
 from amp_patch.errors import AmpError
 from amp_patch.scaling import gradients
+from amp_patch.scaling.gradient_lists import Gradient, added, cloned, put, taken, to_masters
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
 from amp_patch.scaling.ranks import Wrapper
 from amp_patch.weights.param_pairs import ParamPair
-
-_Gradient = torch.Tensor | None
 
 
 class Stage(Enum):
@@ -39,12 +38,13 @@ class GradientWindow:
         self.has_overflow = False
         self.unchecked: list[tuple[OverflowCheck, int]] = []  # and which optimizer of it this is
         self._pairs: list[ParamPair] = []
-        self._unscaled: list[_Gradient] = []  # of the masters, set aside; empty if none had any
-        self._scaled: list[_Gradient] = []  # of the model, from earlier blocks with delay_unscale
-        self._fresh: list[_Gradient] = []  # of the block, unscaled
+        self._unscaled: list[Gradient] = []  # of the masters, set aside; empty if none had any
+        self._scaled: list[Gradient] = []  # of the model, from earlier blocks with delay_unscale
+        self._fresh: list[Gradient] = []  # of the block, unscaled
         self._kept = 0  # blocks of this window whose gradients were kept
         self._dropped = 0  # and dropped
         self._scaler: LossScaler | None = None
+        self._scale = 1.0  # by which the delayed gradients are multiplied
         self._stage_before = Stage.READY
         self._has_local = False  # some gradients set aside may be of this rank alone
         self._leaves_local = False  # the block may leave some more
@@ -69,7 +69,7 @@ class GradientWindow:
         if not is_delayed:
             self._pairs = list(pairs)
             _refuse_stray_gradients(self._pairs)
-            self._unscaled = _taken([pair.master for pair in self._pairs])
+            self._unscaled = taken([pair.master for pair in self._pairs])
         elif scaler is not self._scaler:
             raise AmpError(
                 "scale_loss: found gradients that another loss scaled (delay_unscale=True); "
@@ -78,8 +78,11 @@ class GradientWindow:
             )
         else:
             self._join(pairs)
-            self._scaled = _taken([pair.model for pair in self._pairs])
-        self._scaler = scaler
+            self._scaled = taken([pair.model for pair in self._pairs])
+            if scaler.scale != self._scale:  # it changed since, by another optimizer's overflow
+                present = [gradient for gradient in self._scaled if gradient is not None]
+                gradients.scale_(present, scaler.scale / self._scale)
+        self._scaler, self._scale = scaler, scaler.scale
         self._stage_before, self.stage = self.stage, Stage.BACKWARD
         if wrappers:
             self._begin_averaging(scaler, wrappers)
@@ -87,8 +90,8 @@ class GradientWindow:
     def _begin_averaging(self, scaler: LossScaler, wrappers: Sequence[Wrapper]) -> None:
         if any(wrapper.gradient_as_bucket_view for wrapper in wrappers):
             # What was set aside may be the memory that backward writes into.
-            self._unscaled = _cloned(self._unscaled)
-            self._scaled = _cloned(self._scaled)
+            self._unscaled = cloned(self._unscaled)
+            self._scaled = cloned(self._scaled)
         # Until the next forward, `require_forward_param_sync` says what the last one has decided.
         flags = [
             (one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers
@@ -102,7 +105,7 @@ class GradientWindow:
     def _give_back(self, scale: float) -> None:
         """Put all that was set aside on the model, as backward would have left it there."""
         models = [pair.model for pair in self._pairs]
-        _put(models, _cloned(self._scaled))
+        put(models, cloned(self._scaled))
         for model, unscaled in zip(models, self._unscaled, strict=False):  # may be empty
             if unscaled is not None:
                 scaled = (unscaled * scale).to(model.dtype)
@@ -130,10 +133,10 @@ class GradientWindow:
         for pair in self._pairs:
             pair.model.grad = None
         if was_delayed:
-            _put([pair.model for pair in self._pairs], self._scaled)
+            put([pair.model for pair in self._pairs], self._scaled)
             self.stage, self._scaled = Stage.DELAYED, []
         else:
-            _put([pair.master for pair in self._pairs], self._unscaled)
+            put([pair.master for pair in self._pairs], self._unscaled)
             self._close()
 
     def delay(self) -> None:
@@ -142,7 +145,7 @@ class GradientWindow:
         if self._is_merged:
             self._unscaled = []
         elif self._scaled:
-            _put(models, _added(self._scaled, [model.grad for model in models]))
+            put(models, added(self._scaled, [model.grad for model in models]))
         self.stage, self._scaled = Stage.DELAYED, []
         self._note_local()
 
@@ -153,8 +156,8 @@ class GradientWindow:
         """
         produced = [pair.model.grad for pair in self._pairs]
         is_added = self._scaled and not self._is_merged
-        scaled = _added(self._scaled, produced) if is_added else produced
-        self._fresh = _to_masters(self._pairs, scaled)
+        scaled = added(self._scaled, produced) if is_added else produced
+        self._fresh = to_masters(self._pairs, scaled)
         if scaler.is_identity:
             return []
         present = [gradient for gradient in self._fresh if gradient is not None]
@@ -170,7 +173,7 @@ class GradientWindow:
         if not keep:
             totals = self._unscaled or [None] * len(self._pairs)
         elif self._unscaled and not self._is_merged:
-            totals = _added(self._unscaled, self._fresh)
+            totals = added(self._unscaled, self._fresh)
         else:
             totals = self._fresh
         for pair, total in zip(self._pairs, totals, strict=True):
@@ -242,58 +245,3 @@ def stray_gradient_message(caller: str) -> str:
         "not reached the FP32 master weights. Call backward inside `with amp.scale_loss(loss, "
         "optimizer) as scaled_loss: scaled_loss.backward()`, or clear them with zero_grad()"
     )
-
-
-def _taken(tensors: list[torch.Tensor]) -> list[_Gradient]:
-    """The gradients of `tensors`, which have none afterwards; an empty list if none had any."""
-    taken = [tensor.grad for tensor in tensors]
-    if all(gradient is None for gradient in taken):
-        return []
-    for tensor in tensors:
-        tensor.grad = None
-    return taken
-
-
-def _cloned(gradients: list[_Gradient]) -> list[_Gradient]:
-    return [None if gradient is None else gradient.clone() for gradient in gradients]
-
-
-def _put(tensors: list[torch.Tensor], taken: list[_Gradient]) -> None:
-    for tensor, gradient in zip(tensors, taken, strict=False):  # `taken` may be empty
-        tensor.grad = gradient
-
-
-def _to_masters(pairs: list[ParamPair], scaled: list[_Gradient]) -> list[_Gradient]:
-    """The gradients in FP32 where there is a master, copied in grouped calls; else as they are."""
-    if not any(pair.has_master for pair in pairs):
-        return scaled
-    moved = list(scaled)
-    targets, sources = [], []
-    for i, (pair, gradient) in enumerate(zip(pairs, scaled, strict=True)):
-        if gradient is None or not pair.has_master:
-            continue
-        if gradient.layout is torch.strided:
-            target = torch.empty_like(gradient, dtype=pair.master.dtype)
-            targets.append(target)
-            sources.append(gradient)
-        else:
-            target = gradient.to(pair.master.dtype)
-        moved[i] = target
-    gradients.copy_(targets, sources)
-    return moved
-
-
-def _added(totals: list[_Gradient], fresh: list[_Gradient]) -> list[_Gradient]:
-    """The sums, in place of `totals` where there are any."""
-    sums: list[_Gradient] = []
-    both: list[int] = []
-    addends: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for i, (total, gradient) in enumerate(zip(totals, fresh, strict=True)):
-        if total is not None and gradient is not None:
-            both.append(i)
-            addends.append((total, gradient))
-        sums.append(gradient if total is None else total)
-    added = gradients.accumulate_([one for one, _ in addends], [other for _, other in addends])
-    for i, total in zip(both, added, strict=True):
-        sums[i] = total
-    return sums

@@ -133,7 +133,7 @@ class MasterWeights:
         _refresh_(tensor, known)
         if known.master is not None:
             return known.master  # type: ignore[no-any-return]
-        return tensor.detach().to(known.original_dtype)
+        return tensor.to(known.original_dtype)
 
     def set_master_(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Write `value` into the master of `tensor`, if it has one of this shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -68,6 +68,29 @@ def _refuse_wrapper(model: nn.Module) -> None:
                 f"models: expected the plain model, found it wrapped in {base.__name__}; "
                 f"{_WRAPPERS[base.__name__]}"
             )
+
+
+def check_parameters(models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]) -> None:
+    """Raise AmpError where an optimizer holds a flat buffer in place of the model's parameters."""
+    own = {id(parameter) for model in models for parameter in model.parameters()}
+    others = [parameter for parameter in parameters if id(parameter) not in own]
+    storages = {_storage(parameter): tuple(parameter.shape) for parameter in others}
+    storages.pop(0, None)
+    for model in models:
+        for path, parameter in model.named_parameters() if storages else ():
+            if _storage(parameter) in storages:
+                raise AmpError(
+                    f"optimizers: expected the parameters of the model, found one of shape "
+                    f"{storages[_storage(parameter)]} that shares its memory with {path!r} (a flat "
+                    "buffer of views?); pass model.parameters() to the optimizer"
+                )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where the elements lie; 0 where that says nothing."""
+    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def check_input_names(models: Sequence[nn.Module], names: frozenset[str]) -> None:
