@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,12 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m amp_patch", description="Mixed precision training in PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"amp_patch {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_demo(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
+    return parser
+
+
+def add_demo(commands: Any) -> None:
+    """Add the command `demo` to the parsers of the command line."""
     demo = commands.add_parser(
         "demo",
         help="train a small network on handwritten digits at each opt level and compare",
@@ -73,7 +79,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="where to train, in torch's words (default: %(default)s)",
     )
-    return parser
 
 
 def run_demo(options: argparse.Namespace) -> int:

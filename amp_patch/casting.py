@@ -189,15 +189,15 @@ def verify_casts() -> Iterator[None]:
 def stored_references() -> list[references.StoredReference]:
     """Functions that objects took from torch before `initialize`, and that are so never cast.
 
-    Names that modules have imported are rebound by `initialize`, these are not: attributes of
-    objects and classes, entries of containers, defaults and closures. Take them anew after
+    `initialize` rebinds names in modules of Python and attributes in the models it is given. Not
+    these: attributes of other objects and of classes, entries of containers, defaults, closures. Take them anew after
     `initialize`, or call the function by its name. Walks all objects of the process: slow. Empty
     where no casts are active.
 
         >>> import torch
         >>> import amp_patch as amp
         >>> model = torch.nn.Linear(4, 2)
-        >>> model.last = torch.softmax
+        >>> model.last = [torch.softmax]
         >>> model = amp.initialize(model, opt_level="O1", verbosity=0)
         >>> [str(one) for one in amp.stored_references() if one.place.startswith("Linear")]
         ['torch.softmax in Linear object, attribute last']

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.installation import Installation
 from amp_patch.casts.patcher import Patcher
-from amp_patch.casts.scripting import make_scriptable
+from amp_patch.casts.surroundings import meet_torchs_own_amp_and_script
 from amp_patch.casts.watch import watch_weights
 from amp_patch.errors import AmpError
 from amp_patch.policy import OPT_LEVELS, Policy
@@ -252,8 +252,8 @@ class Session:
     def _adjust_casts(self) -> None:
         """Install casts if some live object wants them, and scope every model; else remove all."""
         models = list(self._models.items())
-        policies = [binding.policy for binding in self._bindings.values()]
-        policies += [binding.policy for _, binding in models]
+        bindings = [*self._bindings.values(), *(binding for _, binding in models)]
+        policies = [binding.policy for binding in bindings]
         half_dtypes = [policy.half_dtype for policy in policies if policy.patch_torch_functions]
         if half_dtypes and not self.casts.is_there:
             self.casts.install()
@@ -263,12 +263,13 @@ class Session:
             self.context.half_dtype = half_dtypes[-1]  # of the newest model
         self._adjust_watch(any(policy != OPT_LEVELS["O0"] for policy in policies))
         for model, binding in models:
+            self.casts.reach_into(model)
             binding.scope(model, self.context, are_casts_installed=bool(half_dtypes))
 
     def _adjust_watch(self, is_wanted: bool) -> None:
         if is_wanted and not self._is_watching:
             watch_weights(self._watch, self)
-            make_scriptable(self._watch)
+            meet_torchs_own_amp_and_script(self._watch, self.context)
         elif not is_wanted:
             self._watch.restore()
         self._is_watching = is_wanted

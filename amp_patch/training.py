@@ -159,10 +159,9 @@ def full_precision(model: nn.Module) -> Iterator[nn.Module]:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
         >>> with amp.full_precision(model):
-        ...     print(model.weight.dtype)
-        torch.float32
-        >>> model.weight.dtype
-        torch.float16
+        ...     inside = model.weight.dtype
+        >>> inside, model.weight.dtype
+        (torch.float32, torch.float16)
         >>> amp.uninitialize()
     """
     session = slot.require("full_precision")
@@ -182,7 +181,8 @@ def disable_casts() -> Iterator[None]:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
         >>> with amp.disable_casts():
-        ...     print(model(torch.ones(1, 4)).dtype)
+        ...     output = model(torch.ones(1, 4))
+        >>> output.dtype
         torch.float32
         >>> amp.uninitialize()
     """

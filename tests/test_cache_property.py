@@ -233,7 +233,7 @@ def run_with(cache: CastCache, opt_level: str, names: list[str], seed: int = 0) 
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(sequence=SEQUENCES)
 def test_a_run_with_the_cache_is_the_run_without_it_bit_for_bit(
     opt_level: str, sequence: list[tuple[str, str]]
@@ -244,15 +244,13 @@ def test_a_run_with_the_cache_is_the_run_without_it_bit_for_bit(
     )
 
 
-@pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("action", ACTIONS)
-def test_every_action_between_two_forwards_is_seen(action: str, opt_level: str) -> None:
-    for first in LOOKS:
-        for second in LOOKS:
-            names = [first, "forward", "plain_backward", first, action, second, "forward"]
-            assert_identical(
-                run_with(CastCache(), opt_level, names), run_with(NoCache(), opt_level, names)
-            )
+def test_every_action_between_forwards_is_seen(action: str) -> None:
+    names = [
+        *("part_alone_without_gradients", "forward", "plain_backward", "part_alone", action),
+        *("part_alone_without_gradients", action, "part_alone", "forward", "plain_backward"),
+    ]
+    assert_identical(run_with(CastCache(), "O4", names), run_with(NoCache(), "O4", names))
 
 
 def test_the_property_can_fail() -> None:
@@ -380,8 +378,10 @@ def test_evaluation_grows_by_nothing_with_the_garbage_collector_off(
         gc.disable()
         try:
             before = live_tensors()
+            collections_before = [one["collections"] for one in gc.get_stats()]
             for _ in range(200):
                 model(x)
             assert live_tensors() == before
+            assert [one["collections"] for one in gc.get_stats()] == collections_before
         finally:
             gc.enable()

@@ -94,15 +94,21 @@ def widest_dtype(args: Args, kwargs: Kwargs) -> torch.dtype | None:
     out = kwargs.get("out")
     if isinstance(out, Tensor):
         return out.dtype if out.dtype in CASTABLE else None
-    dtypes = {one.dtype for one in tensors(values) if one.dim()}
-    dtypes = dtypes or {one.dtype for one in tensors(values)}
-    if not dtypes:
+    dtype = common_dtype(values)
+    if dtype is None:
         return None
-    dtype = dtypes.pop()
     largest = _LARGEST[dtype]
-    if dtypes or any(largest < _size(value) < math.inf for value in values):
-        return torch.float32  # any two of the three dtypes meet in it
-    return dtype
+    is_beyond = any(largest < _size(value) < math.inf for value in values)
+    return torch.float32 if is_beyond else dtype
+
+
+def common_dtype(values: Iterable[Any]) -> torch.dtype | None:
+    """The dtype to which torch promotes the castable tensors among `values`; None without any."""
+    found = list(tensors(values))
+    dtypes = {one.dtype for one in found if one.dim()} or {one.dtype for one in found}
+    if len(dtypes) > 1:
+        return torch.float32  # any two of the three meet in it
+    return dtypes.pop() if dtypes else None
 
 
 def fitted(cast: Cast, dtype: torch.dtype, value: Any) -> Any:

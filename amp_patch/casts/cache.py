@@ -9,14 +9,18 @@ import torch
 from torch.nn import Parameter
 
 from amp_patch.errors import AmpError
+from amp_patch.policy import CASTABLE
 
 _MIN_PURGE = 256
+_is_grad_enabled = torch.is_grad_enabled  # looked up a hundred times an iteration
 
 
 class _Entry(NamedTuple):
     source: weakref.ref[Parameter]
     version: int
     address: int
+    dtype: torch.dtype
+    has_history: bool
     cast: torch.Tensor
 
 
@@ -40,18 +44,19 @@ class CastCache:
     def cast(self, weight: Parameter, dtype: torch.dtype) -> torch.Tensor:
         """`weight` in `dtype`: the cast made earlier if it is still true, else a fresh one."""
         entry = self._entries.get(id(weight))
-        if (
-            entry is not None
-            and entry.source() is weight
-            and entry.version == weight._version
-            and entry.address == weight.data_ptr()
-            and entry.cast.dtype is dtype
-            and (entry.cast.requires_grad == weight.requires_grad or not torch.is_grad_enabled())
-        ):
-            if self.verifies:
-                _verify(weight, entry.cast)
-            return entry.cast
-        if weight.dtype is dtype:
+        if entry is not None:
+            source, version, address, of_dtype, has_history, cast = entry
+            if (
+                source() is weight
+                and of_dtype is dtype
+                and version == weight._version
+                and address == weight.data_ptr()
+                and (has_history == weight.requires_grad or not _is_grad_enabled())
+            ):
+                if self.verifies:
+                    _verify(weight, cast)
+                return cast
+        if weight.dtype is dtype or weight.dtype not in CASTABLE:
             return weight
         cast = weight.to(dtype)
         is_inference = torch.is_inference_mode_enabled() or weight.is_inference()
@@ -71,7 +76,12 @@ class CastCache:
         if len(self._entries) >= self._purge_at:
             self._purge()
         self._entries[id(weight)] = _Entry(
-            weakref.ref(weight), weight._version, weight.data_ptr(), cast
+            weakref.ref(weight),
+            weight._version,
+            weight.data_ptr(),
+            cast.dtype,
+            cast.requires_grad,
+            cast,
         )
 
     def _purge(self) -> None:

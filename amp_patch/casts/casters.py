@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn import Parameter
 
 from amp_patch.casts.arguments import (
     Args,
@@ -26,7 +27,7 @@ from amp_patch.casts.arguments import (
     has_sparse,
     store,
 )
-from amp_patch.casts.context import CastContext
+from amp_patch.casts.context import CastContext, is_tracing
 from amp_patch.casts.rules import CastRule, OpRule
 from amp_patch.casts.safeguards import (
     Call,
@@ -110,6 +111,8 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
         context.cast,
     )
 
+    cast_weight = context.cache.cast
+
     def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = active_dtype()
         if kwargs or dtype is None or len(args) < 3:
@@ -117,10 +120,15 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
         source, weight, bias, *geometry = args
         if type(source) is not Tensor or source.dtype is not dtype:
             source = cast_value(cast, dtype, source)
-        if type(weight) is not Tensor or weight.dtype is not dtype:
-            weight = cast_value(cast, dtype, weight)
-        if bias is not None and (type(bias) is not Tensor or bias.dtype is not dtype):
-            bias = cast_value(cast, dtype, bias)
+        if (
+            type(weight) is Parameter
+            and (bias is None or type(bias) is Parameter)
+            and not is_tracing()
+        ):
+            weight = cast_weight(weight, dtype)
+            bias = bias if bias is None else cast_weight(bias, dtype)
+        else:
+            weight, bias = cast_value(cast, dtype, weight), cast_value(cast, dtype, bias)
         try:
             return original(source, weight, bias, *geometry)
         except RuntimeError:

@@ -50,7 +50,7 @@ class CastContext:
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`tensor` in `dtype`; a weight goes through the cache, except while it is being traced."""
-        if type(tensor) is Parameter and not _is_tracing():
+        if type(tensor) is Parameter and not is_tracing():
             return self.cache.cast(tensor, dtype)
         return tensor.to(dtype)
 
@@ -129,6 +129,8 @@ class CastContext:
 
     def is_inside_another(self, owner: object) -> bool:
         """Whether the forward of `owner` runs inside the forward of another model."""
+        if torch.compiler.is_compiling():  # which enters no scopes, and cannot read one
+            return False
         scope = self._scope.get()
         if scope is not None and scope.owner is owner:
             scope = scope.outer
@@ -189,11 +191,17 @@ def _model_around(scope: _Scope | None) -> _Scope | None:
     return scope
 
 
-def _is_tracing() -> bool:
+def is_tracing() -> bool:
     """Whether a cached cast would be baked into a graph as a constant."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(map(torch._C._get_dispatch_mode, _TRACING_MODES))
+    return bool(
+        _functorch_stack()
+        or _jit_state()
+        or _is_compiling()
+        or (_dispatch_modes() and any(map(torch._C._get_dispatch_mode, _TRACING_MODES)))
     )
+
+
+_functorch_stack = torch._C._functorch.peek_interpreter_stack
+_jit_state = torch._C._get_tracing_state
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -7,10 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 import wrapt
+from torch import nn
 
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
-from amp_patch.casts.references import rebind_references
+from amp_patch.casts.references import pickle_by_name, rebind_in_model, rebind_references
 from amp_patch.casts.rules import IN_PLACE, OP_RULES, OpRule
 from amp_patch.casts.scripting import cast_scripted
 from amp_patch.casts.spellings import is_in_place
@@ -52,8 +53,13 @@ class Installation:
             self._install_registered(row)
         self.wrappers = _wrappers([*rows, *registered])
         rebind_references(self._patcher, self.wrappers)
+        pickle_by_name(self._patcher, self.wrappers)
         cast_scripted(self._patcher, self._context, self.wrappers)
         adjust_surroundings(self._patcher, self._context)
+
+    def reach_into(self, model: nn.Module) -> None:
+        """Cast the functions of torch that the modules in `model` took before, as attributes."""
+        rebind_in_model(self._patcher, self.wrappers, model)
 
     def remove(self) -> None:
         """Take them out. A second call does nothing."""

@@ -63,6 +63,7 @@ _CUDA: Mapping[str, CastRule] = table(
     (CastRule.FLOAT, f"dist pdist cdist renorm logsumexp {_UPSAMPLE}"),
     (CastRule.FLOAT, "prod softmax log_softmax cumprod cumsum sum norm"),
     (CastRule.FLOAT, "linalg.vector_norm linalg.matrix_norm"),
+    (CastRule.FLOAT, "cross_entropy"),  # made of log_softmax and nll_loss, out of Python's sight
     (CastRule.PROMOTE, "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put"),
     (CastRule.PROMOTE, "tensordot scatter_add"),
     (CastRule.REFUSED, "binary_cross_entropy"),

@@ -8,11 +8,12 @@ objects, classes or other functions are left and can be listed.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,17 +42,47 @@ def rebind_references(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> 
     `wrappers` has the wrapper of each function by the function's id. Wrappers that modules take
     while the casts are installed become plain functions again when they come off.
     """
-    patcher.on_restore(_unwrap_references)
-    _rebind(patcher, wrappers, _is_foreign)
+    plain = {id(wrapper): wrapper for wrapper in wrappers.values()}
+    patcher.on_restore(functools.partial(_unwrap_references, plain))
+    for module, name, value in _names_of(wrappers):
+        wrapper = wrappers[id(value)]
+        if wrapper.__wrapped__ is value:
+            patcher.replace(module, name, wrapper)
     for wrapper in wrappers.values():
         _rebind_at_home(patcher, wrapper)
 
 
-def replace_everywhere(patcher: Patcher, owner: Any, name: str, new: Any) -> None:
-    """Replace a function of torch, and what modules have under names of their own, torch's too."""
-    original = getattr(owner, name)
-    patcher.replace(owner, name, new)
-    _rebind(patcher, {id(original): new}, lambda _: True)
+def rebind_in_model(patcher: Patcher, wrappers: Mapping[int, CastWrapper], model: nn.Module) -> None:
+    """The same for attributes of the modules in `model`, as `self.activation = F.kl_div`."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            wrapper = wrappers.get(id(value))
+            if wrapper is not None and wrapper.__wrapped__ is value:
+                patcher.replace(module, name, wrapper)
+
+
+def pickle_by_name(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> None:
+    """Let objects that hold a plain function of torch be pickled while it has a wrapper.
+
+    Pickle refuses a function that is not what stands under its name. It asks nobody about those
+    written in Python: of these, only what `rebind_in_model` reaches can be pickled.
+    """
+    kind = types.BuiltinFunctionType
+    earlier = copyreg.dispatch_table.get(kind)
+
+    def reduce(function: Any) -> Any:
+        wrapper = wrappers.get(id(function))
+        if wrapper is not None and wrapper.__wrapped__ is function:
+            return wrapper.__reduce__()
+        return function.__reduce__() if earlier is None else earlier(function)
+
+    def put_back() -> None:
+        del copyreg.dispatch_table[kind]
+        if earlier is not None:
+            copyreg.pickle(kind, earlier)
+
+    copyreg.pickle(kind, reduce)
+    patcher.on_restore(put_back)
 
 
 def stored_references(wrappers: Mapping[int, CastWrapper]) -> list[StoredReference]:
@@ -64,16 +95,6 @@ def stored_references(wrappers: Mapping[int, CastWrapper]) -> list[StoredReferen
                 name = wrapper._self_qualified_name
                 found[StoredReference(name.replace(":", "."), place)] = None
     return list(found)
-
-
-def _rebind(
-    patcher: Patcher, wrappers: Mapping[int, Any], is_wanted: Callable[[str], bool]
-) -> None:
-    for module in _modules(is_wanted):
-        for name, value in list(vars(module).items()):
-            wrapper = wrappers.get(id(value))
-            if wrapper is not None and wrapper.__wrapped__ is value:
-                patcher.replace(module, name, wrapper)
 
 
 def _rebind_at_home(patcher: Patcher, wrapper: CastWrapper) -> None:
@@ -93,17 +114,22 @@ def _rebind_at_home(patcher: Patcher, wrapper: CastWrapper) -> None:
         patcher.replace(home, name, wrapper)
 
 
-def _unwrap_references() -> None:
-    for module in _modules(_is_foreign):
-        for name, value in list(vars(module).items()):
-            if issubclass(type(value), CastWrapper):
-                setattr(module, name, value.__wrapped__)
+def _unwrap_references(wrappers: Mapping[int, CastWrapper]) -> None:
+    for module, name, value in _names_of(wrappers):
+        setattr(module, name, value.__wrapped__)
 
 
-def _modules(is_wanted: Callable[[str], bool]) -> Iterator[types.ModuleType]:
-    for name, module in list(sys.modules.items()):
-        if issubclass(type(module), types.ModuleType) and is_wanted(name):
-            yield module
+def _names_of(ids: Mapping[int, Any]) -> list[tuple[types.ModuleType, str, Any]]:
+    """The names in loaded modules of the user for objects with one of `ids`."""
+    known = ids.keys()
+    return [
+        (module, name, value)
+        for path, module in list(sys.modules.items())
+        if _is_foreign(path) and issubclass(type(module), types.ModuleType)
+        if not known.isdisjoint(map(id, list(vars(module).values())))  # quick, for most
+        for name, value in list(vars(module).items())
+        if id(value) in known
+    ]
 
 
 def _held_by(holder: Any) -> Iterator[tuple[str, Any]]:

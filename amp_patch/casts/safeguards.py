@@ -14,6 +14,7 @@ from amp_patch.casts.arguments import (
     cast_all,
     cast_keywords,
     cast_result,
+    common_dtype,
     fitted,
     has_half,
     limited,
@@ -79,7 +80,7 @@ def make_fallback(original: Any, row: OpRule, context: CastContext) -> Call:
             result = _call_in_float(original, cast, args, kwargs, error)
         if is_in_place:
             return args[0].copy_(result)
-        return cast_result(result, widest_dtype(args, kwargs))
+        return cast_result(result, common_dtype((*args, *kwargs.values())))
 
     return call
 

@@ -13,7 +13,6 @@ from torch import nn
 from amp_patch.casts.arguments import tensors
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
-from amp_patch.casts.references import replace_everywhere
 from amp_patch.errors import warn
 from amp_patch.hooks import ModelHook
 from amp_patch.policy import HALF_DTYPES
@@ -21,13 +20,12 @@ from amp_patch.policy import HALF_DTYPES
 
 def make_scriptable(patcher: Patcher) -> None:
     """Let `torch.jit.script` take models with hooks of amp."""
-    original = torch.jit.script
 
     def script(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with _without_hooks(args[0] if args else kwargs.get("obj")):
             return wrapped(*args, **kwargs)
 
-    replace_everywhere(patcher, torch.jit, "script", wrapt.FunctionWrapper(original, script))
+    _wrap_compiler(patcher, script)
 
 
 def cast_scripted(patcher: Patcher, context: CastContext, wrappers: Mapping[int, Any]) -> None:
@@ -36,13 +34,12 @@ def cast_scripted(patcher: Patcher, context: CastContext, wrappers: Mapping[int,
     It runs under `torch.autocast` with the half dtype of the casts in force, by torch's own choice
     of operations. Traced code has its casts in the graph and runs as it is.
     """
-    original = torch.jit.script
 
     def script(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with _known_to_script(wrappers):
             return wrapped(*args, **kwargs)
 
-    replace_everywhere(patcher, torch.jit, "script", wrapt.FunctionWrapper(original, script))
+    _wrap_compiler(patcher, script)
 
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with _autocast_of(context, instance, args, kwargs):
@@ -50,6 +47,12 @@ def cast_scripted(patcher: Patcher, context: CastContext, wrappers: Mapping[int,
 
     for kind in (torch.jit.ScriptModule, torch.jit.ScriptFunction):
         patcher.replace(kind, "__call__", wrapt.FunctionWrapper(kind.__call__, call))
+
+
+def _wrap_compiler(patcher: Patcher, call: Any) -> None:
+    """Around what `torch.jit.script` calls: of that itself, other modules have references."""
+    original = torch.jit._script._script_impl
+    patcher.replace(torch.jit._script, "_script_impl", wrapt.FunctionWrapper(original, call))
 
 
 def _autocast_of(

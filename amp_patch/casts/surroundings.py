@@ -12,7 +12,7 @@ import wrapt
 
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
-from amp_patch.casts.references import replace_everywhere
+from amp_patch.casts.scripting import make_scriptable
 
 
 def adjust_surroundings(patcher: Patcher, context: CastContext) -> None:
@@ -20,11 +20,16 @@ def adjust_surroundings(patcher: Patcher, context: CastContext) -> None:
     _forget_compiled_code()
     patcher.on_restore(_forget_compiled_code)
     _recompute_in_scope(patcher, context)
-    _notice_autocast(patcher, context)
     # In eval mode nn.MultiheadAttention calls one fused kernel, and no function with a cast.
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     patcher.on_restore(lambda: torch.backends.mha.set_fastpath_enabled(was_enabled))
     torch.backends.mha.set_fastpath_enabled(False)
+
+
+def meet_torchs_own_amp_and_script(patcher: Patcher, context: CastContext) -> None:
+    """The same for models at any level: in regions of `torch.autocast`, and when scripted."""
+    make_scriptable(patcher)
+    _notice_autocast(patcher, context)
 
 
 def _forget_compiled_code() -> None:
@@ -34,16 +39,26 @@ def _forget_compiled_code() -> None:
 
 
 def _recompute_in_scope(patcher: Patcher, context: CastContext) -> None:
-    """Activation checkpointing runs a part of the forward again: with the casts it had."""
-    original = torch.utils.checkpoint.checkpoint
+    """Activation checkpointing runs a part of the forward again: with the casts it had.
 
-    def checkpoint(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    Patched where both of its variants take the function to run again, below the public function,
+    of which other modules have references.
+    """
+
+    def with_function(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         function, *rest = args
-        scoped = functools.partial(_run_in, context.captured(), function)
-        return original(scoped, *rest, **kwargs)
+        return wrapped(functools.partial(_run_in, context.captured(), function), *rest, **kwargs)
 
-    scoped_checkpoint = wrapt.FunctionWrapper(original, checkpoint)
-    replace_everywhere(patcher, torch.utils.checkpoint, "checkpoint", scoped_checkpoint)
+    def with_state_and_function(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        state, function, *rest = args
+        scoped = functools.partial(_run_in, context.captured(), function)
+        return wrapped(state, scoped, *rest, **kwargs)
+
+    for owner, name, call in (
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", with_function),
+        (torch.utils.checkpoint.CheckpointFunction, "forward", with_state_and_function),
+    ):
+        patcher.replace(owner, name, wrapt.FunctionWrapper(vars(owner)[name], call))
 
 
 def _run_in(scope: Any, function: Any, /, *inputs: Any, **keywords: Any) -> Any:

@@ -71,7 +71,9 @@ def initialize(
         amp_state.note(None, num_losses)
         amp_state.handle = NoOpHandle()
         return result
-    apply_edits()
+    policy = resolve_policy(opt_level, **properties)
+    if policy.patch_torch_functions:
+        apply_edits()
     result = api.initialize(
         models,
         optimizers,
@@ -80,7 +82,6 @@ def initialize(
         verbosity=verbosity,
         **properties,
     )
-    policy = resolve_policy(opt_level, **properties)
     amp_state.note(policy, num_losses)
     amp_state.handle = AmpHandle(policy, verbose=verbosity > 0)
     for optimizer in [] if optimizers is None else as_list(optimizers):
@@ -131,6 +132,11 @@ def init(
         amp_state.handle = NoOpHandle()
         return amp_state.handle
     policy = resolve_policy(amp_state.opt_level or "O1", loss_scale=loss_scale)
+    if policy.casts_model:
+        raise AmpError(
+            f"init: expected a level that casts no model, which init does not know of: 'O0', 'O1' "
+            f"or 'O4', found {policy.opt_level!r}"
+        )
     use_rules_of_2019(allow_banned=allow_banned)
     handle = AmpHandle(policy, verbose)
     handle.switch_on()

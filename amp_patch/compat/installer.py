@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from amp_patch.casts.patcher import Patcher
@@ -18,6 +18,7 @@ from amp_patch.compat.version import DISTRIBUTION_VERSION
 from amp_patch.errors import AmpError
 
 _ROOT = "apex"
+_IMPORT_SYSTEM = (__name__, "importlib._bootstrap")
 _EXTENSIONS = tuple(name for name in REPLACEMENTS if "." not in name)
 
 
@@ -49,7 +50,8 @@ class _Finder(importlib.metadata.DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> None:
-        if fullname.startswith(f"{_ROOT}.") or fullname in _EXTENSIONS:
+        is_ours = fullname.startswith(f"{_ROOT}.") or fullname in _EXTENSIONS
+        if is_ours and not _is_probe():
             # Without `name=`: `from package import name` swallows an error that has it.
             raise ModuleNotFoundError(missing_name(fullname))
 
@@ -81,6 +83,7 @@ class _Names:
         finder = _Finder()
         self._patcher.on_restore(lambda: sys.meta_path.remove(finder))
         sys.meta_path.insert(0, finder)
+        pkgutil.resolve_name("amp_patch.compat.safe_globals:allow")()
         for path in _RESETS:
             self._patcher.on_restore(pkgutil.resolve_name(path))
 
@@ -95,6 +98,7 @@ _RESETS = (
     "amp_patch.compat.stash:stashes.take_off",
     "amp_patch.compat.registrations:take_back",
     "amp_patch.compat.lists:reset",
+    "amp_patch.compat.safe_globals:forbid",
 )
 _names = _Names()
 
@@ -127,6 +131,14 @@ def install_as_apex(replace: bool = False) -> Callable[[], None]:
         )
     _names.put_in()
     return _names.take_out
+
+
+def _is_probe() -> bool:
+    """Whether `importlib.util.find_spec` asks: to a question, the answer is no, and no error."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") in _IMPORT_SYSTEM:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
 
 
 def _make_modules() -> dict[str, ModuleType]:

@@ -57,14 +57,17 @@ class OverrideLists:
             getattr(self, name)[:] = original
 
     def edits(self) -> Iterator[Edit]:
-        """What is in another list than at first, or in none any more."""
-        now = {name: rule for key, rule in _OF_REGISTRATION.items() for name in getattr(self, key)}
-        then = {name: rule for key, rule in _OF_REGISTRATION.items() for name in self._original[key]}
-        for name, rule in now.items():
-            if then.get(name) is not rule:
-                yield Edit(self.MODULE, name, rule)
-        for name in then.keys() - now.keys():
-            yield Edit(self.MODULE, name, None)
+        """What was put into a list, and what is in none any more."""
+        kept = set()
+        for key, rule in _OF_REGISTRATION.items():
+            names = getattr(self, key)
+            kept.update(names)
+            for name in names:
+                if name not in self._original[key]:
+                    yield Edit(self.MODULE, name, rule)
+        for name in dict.fromkeys(name for one in self._original.values() for name in one):
+            if name not in kept:
+                yield Edit(self.MODULE, name, None)
 
 
 def _names(owner: Any, rows: tuple[OpRule, ...], rules: tuple[CastRule, ...]) -> Iterator[str]:
@@ -78,10 +81,10 @@ def _names(owner: Any, rows: tuple[OpRule, ...], rules: tuple[CastRule, ...]) ->
 
 
 _rows = resolve_rules(_PRESET)
-functional = OverrideLists(torch.nn.functional, _rows)
-torch_functions = OverrideLists(torch, _rows)
-tensor_methods = OverrideLists(torch.Tensor, _rows)
-ALL = (functional, torch_functions, tensor_methods)
+functional_overrides = OverrideLists(torch.nn.functional, _rows)
+torch_overrides = OverrideLists(torch, _rows)
+tensor_overrides = OverrideLists(torch.Tensor, _rows)
+ALL = (functional_overrides, torch_overrides, tensor_overrides)
 
 
 def edits() -> list[Edit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,12 @@ from amp_patch.errors import AmpError
 
 _ELEMENT_BYTES = 4
 _MEGABYTE = 2**20
+# torch 2.13 gave the keyword a new name, and warns of the old one.
+_SYNC_NO_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -49,7 +56,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(
             module,
             bucket_cap_mb=max(1, message_size * _ELEMENT_BYTES // _MEGABYTE),
-            broadcast_buffers=False,
+            **_SYNC_NO_BUFFERS,
             find_unused_parameters=bool(delay_allreduce),
         )
         average = _average_hook(
@@ -129,4 +136,8 @@ def _average_hook(
 
         return work.get_future().then(finish)
 
+    # torch compares these with the types themselves, and takes no names of types.
+    average.__annotations__.update(
+        {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    )
     return average

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 
 from amp_patch.errors import AmpError
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm` that runs on a CPU too, and with its last options of apex.
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group, with a gradient. A collective call both ways."""
 
-    With `channel_last` the channels are the last dimension of the input. With `fuse_relu` a ReLU
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """What `torch.nn.SyncBatchNorm` computes, on a CPU too, and with the last options of apex.
+
+    No subclass of that, which DistributedDataParallel refuses on a CPU. With `channel_last` the channels are the last dimension of the input. With `fuse_relu` a ReLU
     follows; `z` is added before it. Statistics are taken in FP32 (float64 stays).
     """
 
@@ -31,7 +47,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
@@ -48,12 +65,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             result = result + z
         return F.relu(result) if self.fuse_relu else result
 
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
+        if input.dim() < 2:
+            raise AmpError(f"SyncBatchNorm: expected 2 dimensions or more, found {input.dim()}")
+
     def _normalized(self, source: torch.Tensor) -> torch.Tensor:
         is_distributed = dist.is_available() and dist.is_initialized()
-        if not self.training or not is_distributed:
-            return super().forward(source)
-        if source.device.type != "cpu":  # torch refuses only a CPU
-            return super().forward(source)
+        if not self.training or not is_distributed or source.device.type != "cpu":
+            return nn.SyncBatchNorm.forward(cast("Any", self), source)
         self._check_input_dim(source)
         mean, variance, count = self._statistics(source)
         self._track(mean, variance, count)
@@ -70,11 +91,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group = self.process_group or dist.group.WORLD
         dims = [dim for dim in range(source.dim()) if dim != 1]
         own = torch.full((1,), source.numel() // source.size(1), dtype=wide.dtype)
-        sums = all_reduce(torch.cat([own, wide.sum(dims)]), group=group)
+        sums = _SumOverRanks.apply(torch.cat([own, wide.sum(dims)]), group)
         count = sums[0].detach()
         mean = sums[1:] / count
         centred = wide - mean.view([1, -1] + [1] * (source.dim() - 2))
-        variance = all_reduce(centred.square().sum(dims), group=group) / count
+        variance = _SumOverRanks.apply(centred.square().sum(dims), group) / count
         return mean, variance, int(count.item())
 
     @torch.no_grad()

@@ -35,9 +35,7 @@ def call_site() -> str:
 def user_frames(count: int) -> tuple[str, ...]:
     """ "file:line in function" of the innermost frames of the user's code, the innermost last."""
     found = [
-        f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        if sys.version_info >= (3, 11)
-        else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
         for frame in _frames()
         if not frame.f_code.co_filename.startswith(_NOT_THE_USER)
     ]

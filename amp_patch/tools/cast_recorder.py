@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_patch.casts.casters import Call, casting_call
+from amp_patch.casts.casters import casting_call
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.rules import CastRule
 from amp_patch.casts.wrappers import CastWrapper
@@ -19,6 +19,8 @@ from amp_patch.tools.call_sites import call_site
 from amp_patch.tools.cast_report import SHORT, CastRecord, CastReport, Place, tensor_bytes
 from amp_patch.tools.matrix_sizes import matrix_sizes
 from amp_patch.tools.module_paths import ModuleStack
+
+Call = Callable[[Any, Any, Any, Any], Any]
 
 _ISLANDS = frozenset({CastRule.FLOAT, CastRule.FLOAT_THROUGHOUT, CastRule.NORM})
 
@@ -43,7 +45,11 @@ class CastRecorder:
         before = wrapper.call
 
         def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            if self._is_busy or self._context.active_dtype() is None or torch.compiler.is_compiling():
+            if (
+                self._is_busy
+                or self._context.active_dtype() is None
+                or torch.compiler.is_compiling()
+            ):
                 return before(wrapped, instance, args, kwargs)
             given = args if instance is None or not is_of_torch else (instance, *args)
             one = _OneCall(self, row.rule, name, (given, kwargs))

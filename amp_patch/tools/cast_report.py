@@ -117,8 +117,8 @@ class CastReport:
         left_out = f" {len(records) - limit} places are not shown." if len(records) > limit else ""
         note = (
             f"{self.total('calls')} calls, {self.total('casts')} casts and "
-            f"{self.total('backward_casts')} in backward, {self.total('saved')} saved by the cache, "
-            f"{bytes_text(self.total('moved'))} moved.{left_out}"
+            f"{self.total('backward_casts')} in backward, {self.total('saved')} saved by the cache,"
+            f" {bytes_text(self.total('moved'))} moved.{left_out}"
         )
         return TextTable(_HEADINGS, rows, left=frozenset({0, 1, 2, 3, 4}), notes=(note,))
 
@@ -172,7 +172,7 @@ def advice_on(record: CastRecord) -> list[str]:
         shown = ", ".join(" x ".join(map(str, size)) for size in odd[:3])
         padded = " x ".join(str(-(-one // 8) * 8) for one in odd[0])
         found.append(
-            f"{where}: sizes {shown} are no multiples of 8, which the matrix units of GPUs want for "
+            f"{where}: sizes {shown} are no multiples of 8, which matrix units of GPUs want for "
             f"half operands; pad to {padded}."
         )
     if record.round_trips:
@@ -182,7 +182,7 @@ def advice_on(record: CastRecord) -> list[str]:
         )
         if 0 < record.largest < torch.finfo(torch.float16).max / 4:
             found.append(
-                f"{where}: an FP32 island that may cost more than it protects: the largest magnitude "
+                f"{where}: an FP32 island that may cost more than it protects: the largest value "
                 f"it saw is {record.largest:.3g}, and float16 holds 65504. Try it in half."
             )
     for name, count in record.repeated.items():
@@ -200,9 +200,16 @@ def _row(record: CastRecord) -> tuple[str, ...]:
     if record.backward_casts:
         casts += f"+{record.backward_casts}"
     return (
-        place.operation, place.site, place.module, place.rule, dtypes, str(record.calls), casts,
-        str(record.saved), bytes_text(record.moved),
-    )  # fmt: skip
+        place.operation,
+        place.site,
+        place.module,
+        place.rule,
+        dtypes,
+        str(record.calls),
+        casts,
+        str(record.saved),
+        bytes_text(record.moved),
+    )
 
 
 def _name(place: Place) -> str:

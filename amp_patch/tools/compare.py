@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,27 +12,39 @@ import torch
 
 from amp_patch.arguments import check_count
 from amp_patch.errors import AmpError
-from amp_patch.tools.comparison import Comparison, LevelResult
+from amp_patch.tools.comparison import Comparison
 from amp_patch.tools.gradient_figures import (
     exponent_histogram,
     gradient_gaps,
     range_share,
 )
 from amp_patch.tools.jobs import Batches, Job, Loss, Variant, refuse_open_session
+from amp_patch.tools.level_result import LevelResult
 from amp_patch.tools.level_runs import (
     Trained,
     measure_memory,
-    probe_gradients,
+    probe,
     time_steps,
     train,
 )
 from amp_patch.tools.machine import describe_machine
-from amp_patch.tools.processes import OwnProcesses, Place, ThisProcess
+from amp_patch.tools.processes import OwnProcesses, Place
 
 BASELINE = "O0"
 BASELINE_SEEDS = 3  # at least: fewer have no spread worth the name
 WARM_UP = 2
 PROBE_WEIGHTS = ("start", "end")
+# What a model can raise at one level and not at another; what a user does (KeyboardInterrupt) ends
+# the whole.
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 Progress = Callable[[int, int, str], object]
 
@@ -88,8 +101,7 @@ def compare(
     refuse_open_session("compare")
     job = Job(build, batches, loss).with_lasting_batches(steps)
     plan = _Plan(job, _variants(opt_levels), steps, seeds, turns, steps_a_turn)
-    place: Place = OwnProcesses() if isolate else ThisProcess()
-    with place:
+    with closing(OwnProcesses() if isolate else Place()) as place:
         return _Experiment(plan, place, progress or _ignore).run()
 
 
@@ -166,10 +178,11 @@ class _Experiment:
             return None
         try:
             return self._place.call(variant.label, function, self._plan.job, variant, *more)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except _FAILURES as error:
             if variant.label == BASELINE:
                 raise
-            self._failures[variant.label] = f"{type(error).__name__}: {error}"
+            first_line = str(error).partition("\n")[0]
+            self._failures[variant.label] = f"{type(error).__name__}: {first_line}"
             return None
 
     def _train(self, variant: Variant) -> None:
@@ -185,11 +198,10 @@ class _Experiment:
         for name in PROBE_WEIGHTS:
             trained = self._trained[label]
             scalers = trained[0].scaler_state if trained else None
-            found = self._call(
-                variant, f"gradients at the {name}", probe_gradients, 0, ends[name], scalers
-            )
+            what = f"gradients at the {name}"
+            found = self._call(variant, what, probe, 0, ends[name], scalers)
             if found is not None:
-                self._gradients[label, name] = found
+                self._gradients[label, name] = found.gradients
 
     def _last_weights(self) -> dict[str, Any] | None:
         """Those of O0; None, for the first ones again, where they are not finite."""

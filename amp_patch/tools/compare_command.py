@@ -60,7 +60,10 @@ def add_command(commands: Any) -> None:
         ("turns", 5, "turns in which the levels are timed"),
     ):
         parser.add_argument(
-            f"--{name}", type=positive_count, default=default, metavar="N",
+            f"--{name}",
+            type=positive_count,
+            default=default,
+            metavar="N",
             help=f"{text} (default: %(default)s)",
         )
     parser.add_argument(
@@ -81,8 +84,15 @@ def run(options: argparse.Namespace) -> int:
             load_extra("matplotlib.figure", "plots")  # before the work, not after
         with _progress_bar() as progress:
             found = compare(
-                build, batches, options.levels, options.steps, options.seeds, options.loss,
-                isolate=options.isolate, turns=options.turns, progress=progress,
+                build,
+                batches,
+                options.levels,
+                options.steps,
+                options.seeds,
+                options.loss,
+                isolate=options.isolate,
+                turns=options.turns,
+                progress=progress,
             )
     except AmpError as error:
         print(error, file=sys.stderr)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from amp_patch.tools.comparison_plot import comparison_figure
 from amp_patch.tools.gradient_figures import ExponentHistogram
 from amp_patch.tools.level_result import LevelResult
 from amp_patch.tools.machine import Machine
+from amp_patch.tools.plain_data import plain_data
 from amp_patch.tools.text_table import TextTable, bytes_text, seconds_text, share_text
 from amp_patch.tools.verdict import Standing, verdict
 
@@ -28,8 +29,13 @@ _HEADINGS = (
     "lowest\ncosine",
     "skipped\nsteps",
     "loss\nscale",
-    "flushed,\nat 1",
-    "flushed,\nat scale",
+    "lost,\nat 1",
+    "lost,\nat scale",
+)
+
+_LEGEND = (
+    "Cosine: of the gradient of the layer that is turned furthest from O0's on the same weights. "
+    "Lost: gradient values that float16 rounds to zero or inf, at loss scale 1 and at the last one."
 )
 
 
@@ -86,7 +92,7 @@ class Comparison:
         )
 
     def gap_table(self) -> TextTable:
-        """The gradients of each layer beside O0's: cosine and relative error at the last weights."""
+        """The gradients of each layer beside O0's: cosine, relative error, at the last weights."""
         others = [level for level in self.levels[1:] if level.gaps]
         point = self.weights_of_probe[-1]
         layers = [gap.layer for gap in others[0].gaps[point]] if others else []
@@ -118,9 +124,13 @@ class Comparison:
     def plot(self, file: str | Path) -> None:
         """Write one picture (PNG, SVG or PDF, by the name): losses, time, memory, scale, range.
 
-        Raises AmpError where matplotlib, of the extra "plots", is not installed.
+        A PNG tells the SHA-256 of `to_json()` under the key "Figures". Raises AmpError where
+        matplotlib, of the extra "plots", is not installed.
         """
-        comparison_figure(self.levels, self.exponents).savefig(file)
+        is_png = Path(file).suffix.lower() == ".png"
+        digest = hashlib.sha256(self.to_json().encode()).hexdigest()
+        figure = comparison_figure(self.levels, self.exponents)
+        figure.savefig(file, metadata={"Figures": digest} if is_png else None)
 
     def to_html(self, file: str | Path) -> None:
         """Write one page that needs no other file: the table, the verdict and the picture."""
@@ -134,7 +144,7 @@ class Comparison:
             level.label,
             level.step_ratio,
             self.distance(level),
-            level.failure or (f"diverges {ends[0]}" if ends else ""),
+            f"fails ({level.failure})" if level.failure else f"diverges {ends[0]}" if ends else "",
             sum(len(run.losses) for run in level.runs) == level.skipped_steps > 0,
         )
 
@@ -143,7 +153,6 @@ class Comparison:
             return (level.label, "fails", *("-" for _ in _HEADINGS[2:]))
         ends = [run.divergence for run in level.runs if run.divergence is not None]
         ratio = level.step_ratio
-        at_scale = level.range_at_scale
         return (
             level.label,
             seconds_text(level.step_seconds),
@@ -154,30 +163,23 @@ class Comparison:
             "-" if level.lowest_cosine is None else f"{level.lowest_cosine:.4f}",
             str(level.skipped_steps),
             f"{level.runs[0].scales[-1]:g}",
-            share_text(level.range_at_one.flushed if level.range_at_one else None),
-            share_text(at_scale.flushed if at_scale else None),
+            share_text(level.range_at_one.lost if level.range_at_one else None),
+            share_text(level.range_at_scale.lost if level.range_at_scale else None),
+        )
+
+    def _on_losses(self) -> str:
+        count = len(self.baseline_losses)
+        return (
+            f"Final losses are means of the last tenth: those of O0 from {count} seeds lie "
+            f"{self.spread:.2g} apart."
         )
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
-            f"{self.steps} steps from {self.seeds} seed(s). Final losses are means of the last tenth; "
-            f"those of O0 from {len(self.baseline_losses)} seeds lie {self.spread:.2g} apart. "
+            f"{self.steps} steps from {self.seeds} seed(s). {self._on_losses()}",
+            _LEGEND,
             f"{self.machine}.",
-            "Cosine: of the gradient of the layer that is turned furthest from O0's on the same "
-            "weights. Flushed: gradient values that float16 rounds to zero, at loss scale 1 and at "
-            "the level's last one.",
         ]
         notes += [f"{one.label} fails: {one.failure}" for one in self.levels if one.failure]
         notes += [f"{one.label} warns: {text}" for one in self.levels for text in one.warnings]
         return tuple(notes)
-
-
-def plain_data(value: Any) -> Any:
-    """The value with tuples as lists and without numbers that JSON cannot write."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_data(item) for item in value]
-    return value

@@ -6,6 +6,7 @@ import html
 import io
 from typing import Any
 
+from amp_patch.tools.ink import ink
 from amp_patch.tools.text_table import TextTable
 
 _STYLE = """
@@ -59,7 +60,8 @@ def comparison_page(verdict: str, figure: Any, table: TextTable, gaps: TextTable
 def inline_picture(figure: Any, label: str) -> str:
     """The picture as SVG, its letters as shapes: it looks the same with any fonts."""
     written = io.StringIO()
-    figure.savefig(written, format="svg", metadata={"Date": None})
+    with ink():
+        figure.savefig(written, format="svg", metadata={"Date": None})
     svg = written.getvalue()
     start = svg.index("<svg")
     text = html.escape(label, quote=True)

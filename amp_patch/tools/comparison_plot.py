@@ -29,12 +29,13 @@ def comparison_figure(levels: Sequence[LevelResult], exponents: ExponentHistogra
 
 
 def _draw_losses(axes: Any, levels: Sequence[LevelResult]) -> None:
+    longest = max(len(run.losses) for level in levels for run in level.runs)
     for i, level in enumerate(levels):
         if not level.runs:
             continue
         colour = colour_of(level.label, i)
         losses = level.runs[0].losses
-        smooth = _smoothed(losses)
+        smooth = _smoothed(losses, longest)
         if smooth is not losses:
             axes.plot(losses, color=colour, alpha=0.2, linewidth=0.7)
         axes.plot(smooth, color=colour, linestyle=dashes_of(level.label), label=level.label, lw=1.8)
@@ -50,11 +51,11 @@ def _draw_losses(axes: Any, levels: Sequence[LevelResult]) -> None:
     axes.legend(ncols=3)
 
 
-def _smoothed(losses: tuple[float, ...]) -> tuple[float, ...]:
-    """Exponential moving average, which follows the curve within a tenth of its length."""
-    if len(losses) <= _SMOOTHED or not all(map(math.isfinite, losses)):
+def _smoothed(losses: tuple[float, ...], longest: int) -> tuple[float, ...]:
+    """Exponential moving average over a twentieth of the longest curve, the same for all."""
+    if longest <= _SMOOTHED:
         return losses
-    keep = 1 - 20 / len(losses)
+    keep = 1 - 20 / longest
     out, mean = [], losses[0]
     for loss in losses:
         mean = keep * mean + (1 - keep) * loss
@@ -88,24 +89,32 @@ def _draw_scales(axes: Any, levels: Sequence[LevelResult]) -> None:
             colour = colour_of(level.label, i)
             style = dashes_of(level.label)
             axes.step(
-                range(len(run.scales)), run.scales, where="post", color=colour, linestyle=style,
-                label=level.label, lw=1.8,
+                range(len(run.scales)),
+                run.scales,
+                where="post",
+                color=colour,
+                linestyle=style,
+                label=level.label,
+                lw=1.8,
             )
             axes.plot(
-                run.skipped, [run.scales[step] for step in run.skipped], "v", color=colour,
+                run.skipped,
+                [run.scales[step] for step in run.skipped],
+                "v",
+                color=colour,
                 markersize=7,
             )
     axes.set_yscale("log", base=2)
     axes.margins(y=0.15)
     axes.set(
-        title="Loss scale (triangles: skipped steps)", xlabel="step", ylabel="loss scale, powers of 2"
+        title="Loss scale (triangles: skipped steps)",
+        xlabel="step",
+        ylabel="loss scale, powers of 2",
     )
     axes.legend(ncols=3)
 
 
-def _draw_exponents(
-    axes: Any, levels: Sequence[LevelResult], histogram: ExponentHistogram
-) -> None:
+def _draw_exponents(axes: Any, levels: Sequence[LevelResult], histogram: ExponentHistogram) -> None:
     first, last = _extent(histogram)
     places = range(first, last + 1)
     shares = _shares(histogram, first, last)
@@ -114,21 +123,24 @@ def _draw_exponents(
     shift = round(math.log2(scale))
     if shift:
         axes.stairs(
-            shares, [place + shift for place in range(first, last + 2)], color=BLUE, lw=1.6,
+            shares,
+            [place + shift for place in range(first, last + 2)],
+            color=BLUE,
+            lw=1.6,
             label=f"times the loss scale, 2^{shift}",
         )
     top = max(shares, default=0.0) * 1.45 or 1.0
-    axes.axvspan(_NORMAL, _LARGEST, color=ORANGE, alpha=0.16, lw=0)
-    axes.axvspan(_SUBNORMAL, _NORMAL, color=ORANGE, alpha=0.07, lw=0)
+    axes.axvspan(_NORMAL, _LARGEST, color=ORANGE, alpha=0.16, lw=0, zorder=0)
+    axes.axvspan(_SUBNORMAL, _NORMAL, color=ORANGE, alpha=0.07, lw=0, zorder=0)
     axes.text((_NORMAL + _LARGEST) / 2, top * 0.97, "float16", ha="center", va="top")
-    axes.text((_SUBNORMAL + _NORMAL) / 2, top * 0.97, "subnormal", ha="center", va="top", fontsize=9)
+    axes.text(
+        (_SUBNORMAL + _NORMAL) / 2, top * 0.97, "subnormal", ha="center", va="top", fontsize=9
+    )
     axes.text(_SUBNORMAL - 0.4, top * 0.97, "lost: 0", ha="right", va="top", fontsize=9)
     axes.text(_LARGEST + 0.4, top * 0.97, "inf", ha="left", va="top", fontsize=9)
     axes.set_ylim(0, top)
     axes.set_xlim(min(first, _SUBNORMAL - 6), max(last + 1 + shift, _LARGEST + 4))
-    axes.set(
-        title="Sizes of gradient values", xlabel="exponent of 2", ylabel="share of values, %"
-    )
+    axes.set(title="Sizes of gradient values", xlabel="exponent of 2", ylabel="share of values, %")
     axes.legend(loc="upper left", bbox_to_anchor=(0.0, 0.9), fontsize=9)
 
 

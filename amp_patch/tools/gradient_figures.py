@@ -35,6 +35,11 @@ class RangeShare:
     flushed: float  # to zero
     overflowed: float  # to inf
 
+    @property
+    def lost(self) -> float:
+        """Both together."""
+        return self.flushed + self.overflowed
+
 
 @dataclass(frozen=True)
 class ExponentHistogram:

@@ -1,4 +1,4 @@
-"""How the pictures look: few lines, colours that the colour-blind can tell apart, axes with units."""
+"""How the pictures look: few lines, and colours that the colour-blind can tell apart."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ink() -> Iterator[None]:
 
 
 def new_figure(width: int, height: int, rows: int, columns: int, **options: Any) -> Any:
-    """A figure of so many pixels, and its axes in a grid. Nothing global of matplotlib is touched."""
+    """A figure of so many pixels, and its axes in a grid. Leaves matplotlib's globals alone."""
     figure_module = load_extra("matplotlib.figure", "plots")
     size = (width / _DPI, height / _DPI)
     figure = figure_module.Figure(figsize=size, dpi=_DPI, layout="constrained")

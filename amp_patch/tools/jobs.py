@@ -140,7 +140,7 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor) or targets is None:
         raise AmpError(
             "loss: expected a function loss(model, batch), since the model returns no loss itself "
-            f"and the batch is no pair (inputs, targets); found loss=None and {type(batch).__name__}"
+            f"and the batch is no pair (inputs, targets); found None and {type(batch).__name__}"
         )
     if targets.is_floating_point():
         return functional.mse_loss(found, targets)
@@ -161,5 +161,5 @@ def refuse_open_session(caller: str) -> None:
     if slot.session is not None and not slot.session.is_idle:
         raise AmpError(
             f"{caller}: expected a process in which amp is not in use, since it initializes and "
-            "uninitializes by itself; found an earlier amp.initialize. Call amp.uninitialize() first"
+            "uninitializes by itself; found an earlier amp.initialize. Call uninitialize() first"
         )

@@ -126,16 +126,27 @@ def _divergence(training: Training, step: int, loss: float) -> Divergence | None
     return Divergence(step, named[int((~finite).nonzero()[0])][0])
 
 
-def probe_gradients(
+@dataclass(frozen=True)
+class Probe:
+    """One backward pass: the loss, and the gradients, unscaled, by the path of the weight."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def probe(
     job: Job,
     variant: Variant,
     seed: int,
     weights: Weights | None = None,
     scaler_state: Mapping[str, Any] | None = None,
-) -> dict[str, torch.Tensor]:
-    """The gradients of the first batch at `weights`, unscaled, in FP32, by the path of the weight.
+    *,
+    skipped: int = 0,
+) -> Probe:
+    """Loss and gradients, in FP32, of the first batch, or of a later one, at `weights`.
 
-    An overflow lowers the scale and is tried again, as in training.
+    An overflow lowers the scale and is tried again, as in training. `weights` are by default those
+    that the model is built with; `skipped` says how many batches to leave out.
     """
     training = job.built(seed)
     if weights is not None:
@@ -148,48 +159,47 @@ def probe_gradients(
             job.initialized(training, variant)
             if scaler_state:
                 load_state_dict(scaler_state)
-            _backward_without_overflow(job, training, seed)
+            *_, batch = job.stream(skipped + 1)
+            loss = _backward_without_overflow(training, batch, seed)
         masters = zip(names, master_params(training.optimizer), strict=True)
-        return {
-            name: master.grad.detach().float().cpu().clone()
-            for name, master in masters
-            if master.grad is not None
-        }
+        return Probe(
+            loss,
+            {
+                name: master.grad.detach().float().cpu().clone()
+                for name, master in masters
+                if master.grad is not None
+            },
+        )
     finally:
         uninitialize()
 
 
-def _backward_without_overflow(job: Job, training: Training, seed: int) -> None:
-    (batch,) = job.stream(1)
+def _backward_without_overflow(training: Training, batch: Any, seed: int) -> float:
+    loss = math.nan
     for _ in range(PROBE_ATTEMPTS):
         seed_everything(seed)
-        training.forward_and_backward(batch)
+        loss = float(training.forward_and_backward(batch).item())
         if not step_will_be_skipped(training.optimizer):
-            return
+            break
         training.optimizer.zero_grad()
+    return loss
 
 
 def measure_memory(job: Job, variant: Variant, seed: int) -> int:
     """The most bytes that the first steps have alive at once, the model included.
 
-    On a device with an allocator of torch's, what that says; else the bytes of live tensors.
+    On a device with an allocator of torch's, what that says; else the bytes of live tensors. What
+    building and casting the model needed for a moment does not count.
     """
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        _train_quietly(job, variant, seed)
-        peak = torch.cuda.max_memory_allocated() - before
-        if peak > 0:
-            return peak
-    with LiveMemory() as memory:
-        _train_quietly(job, variant, seed)
-    return memory.peak
-
-
-def _train_quietly(job: Job, variant: Variant, seed: int) -> None:
-    with _caught_warnings(), _running(job, variant, seed) as training:
+    before = torch.cuda.memory_allocated()  # 0 where there is no such device
+    with _caught_warnings(), LiveMemory() as memory, _running(job, variant, seed) as training:
+        memory.peak = memory.now
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         for batch in job.stream(MEMORY_STEPS):
             training.step(batch)
+        peak = int(torch.cuda.max_memory_allocated()) - before
+        return peak if peak > 0 else int(memory.peak)
 
 
 def time_steps(

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own gap
     """Inside, follows the storages of all tensors that operations return, forward and backward.
 
     `peak` is the most bytes that lived at once. Tensors made before count from their first use on;
@@ -18,7 +18,7 @@ class LiveMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own gap
         self.now = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}

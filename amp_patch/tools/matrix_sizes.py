@@ -23,11 +23,11 @@ def matrix_sizes(operation: str, args: Any, kwargs: Any) -> tuple[int, ...] | No
     if name == "linear" and len(tensors) > 1:
         left, right = tensors[0], tensors[1]
         return _rows(left), left.shape[-1], right.shape[0] if right.dim() > 1 else 1
-    if name in _ADDED_PRODUCTS and len(tensors) > 2:  # noqa: PLR2004 (what is added, and two factors)
+    if name in _ADDED_PRODUCTS and len(tensors) > 2:
         tensors = tensors[1:]
     elif name not in _PRODUCTS:
         return _other_sizes(name, tensors, values)
-    if len(tensors) < 2 or tensors[0].dim() < 1:  # noqa: PLR2004 (two factors)
+    if len(tensors) < 2 or tensors[0].dim() < 1:
         return None
     left, right = tensors[:2]
     m = left.shape[-2] if left.dim() > 1 else 1
@@ -41,11 +41,11 @@ def _rows(tensor: torch.Tensor) -> int:
 def _other_sizes(
     name: str, tensors: list[torch.Tensor], values: list[Any]
 ) -> tuple[int, ...] | None:
-    if name.startswith("conv") and len(tensors) > 1 and tensors[1].dim() > 2:  # noqa: PLR2004
+    if name.startswith("conv") and len(tensors) > 1 and tensors[1].dim() > 2:
         return tuple(tensors[1].shape[:2][::-1])
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         weights = [one for value in values if isinstance(value, (list, tuple)) for one in value]
-        matrices = [one for one in weights if isinstance(one, torch.Tensor) and one.dim() == 2]  # noqa: PLR2004
+        matrices = [one for one in weights if isinstance(one, torch.Tensor) and one.dim() == 2]
         if matrices:
             return tuple(dict.fromkeys(one.shape[-1] for one in matrices))
     return None

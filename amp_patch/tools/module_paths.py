@@ -45,13 +45,13 @@ class ModuleStack:
             leave.remove()
             self._running.clear()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
+    def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._running and self._root is None:
             self._paths = _paths(module)
         self._running.append(module)
         self.entered(module)
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:  # noqa: ARG002
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         while self._running and self._running[-1] is not module:
             self._running.pop()  # its forward raised where no hook was called
         if self._running:

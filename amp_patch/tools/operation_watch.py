@@ -48,7 +48,7 @@ class Operation:
         return bool(self.node)
 
 
-class OperationWatch(TorchDispatchMode):
+class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own gap
     """Calls `before` and `after` around each operation that runs inside `watching`.
 
     What subclasses compute there is not watched itself. An operation in the backward pass belongs
@@ -56,7 +56,7 @@ class OperationWatch(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own gap
         self._modules = _LabellingStack(model)
 
     @contextmanager
@@ -78,7 +78,7 @@ class OperationWatch(TorchDispatchMode):
         return result
 
     def _operation(self, name: str, args: Any, result: Any) -> Operation:
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001 (no public name)
         if node is None:
             return Operation(name, self._modules.path, "", args, result)
         path = node.metadata.get(_KEY, "")
@@ -96,7 +96,9 @@ class _LabellingStack(ModuleStack):
 
     def left(self, module: nn.Module, result: Any) -> None:
         path = self.path_of(module)
-        ahead = [tensor.grad_fn for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        ahead: list[Any] = [
+            tensor.grad_fn for tensor in tree_iter(result) if isinstance(tensor, Tensor)
+        ]
         while ahead:
             node = ahead.pop()
             if node is None or _KEY in node.metadata or not self._is_of(module, node):
@@ -109,7 +111,7 @@ class _LabellingStack(ModuleStack):
         return bool(node._sequence_nr() >= self._begun[id(module)]) and node.name() != _LEAF  # noqa: SLF001
 
     def entered(self, module: nn.Module) -> None:
-        self._begun[id(module)] = torch._C._autograd._get_sequence_nr()
+        self._begun[id(module)] = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 (no public name)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -124,7 +126,5 @@ def floating_tensors(values: Any) -> list[Tensor]:
     return [
         value
         for value in tree_iter(values)
-        if isinstance(value, Tensor)
-        and value.is_floating_point()
-        and value.layout is torch.strided
+        if isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
     ]

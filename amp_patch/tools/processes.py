@@ -7,50 +7,25 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from amp_patch.errors import AmpError
 
 Result = TypeVar("Result")
 
 
-class Place(Protocol):
-    """Where functions are called on behalf of a variant."""
+class Place:
+    """Where functions are called on behalf of a variant: in this process, unless a subclass."""
 
     def call(self, label: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call the function for the variant of this label, and wait for what it returns."""
-
-    def __enter__(self) -> Place: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class ThisProcess:
-    """Calls in this process."""
-
-    def call(self, label: str, function: Callable[..., Result], *arguments: Any) -> Result:  # noqa: ARG002
-        """Call the function."""
         return function(*arguments)
 
-    def __enter__(self) -> Place:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        pass
+    def close(self) -> None:
+        """End what was begun for the calls."""
 
 
-class OwnProcesses:
+class OwnProcesses(Place):
     """One fresh process for each label, kept for later calls. One of them works at a time."""
 
     def __init__(self) -> None:
@@ -73,15 +48,8 @@ class OwnProcesses:
         result: Result = pickle.loads(self._pools[label].submit(_call, packed).result())  # noqa: S301 (made here)
         return result
 
-    def __enter__(self) -> Place:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the processes."""
         self._stack.close()
 
 

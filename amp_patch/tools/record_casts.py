@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ from amp_patch.casts.rules import OP_RULES
 from amp_patch.casts.wrappers import CastWrapper
 from amp_patch.errors import AmpError
 from amp_patch.slot import slot
-from amp_patch.structures import map_tensors
 from amp_patch.tools.call_sites import is_called_by_amp
 from amp_patch.tools.cast_recorder import CastRecorder
 from amp_patch.tools.cast_report import CastReport
@@ -30,11 +30,11 @@ def record_casts() -> Iterator[CastReport]:
     """Inside, each cast is counted: `with amp.record_casts() as report:` around any code.
 
     For every operation that has a rule, at every line that calls it in every module: its calls, the
-    dtype it ran in, the rule that decided, the casts made, those the cache saved, and the bytes that
-    casts moved. Casts at a model's entry and exit (O2, O3, O5) and those that the code itself asks
-    for (`x.half()`) are counted too. `print(report)` shows them by their cost, with advice.
+    dtype it ran in, the rule that decided, the casts made, those the cache saved, and the bytes
+    that casts moved. Casts at a model's entry and exit (O2, O3, O5) and those that the code itself
+    asks for (`x.half()`) are counted too. `print(report)` shows them by their cost, with advice.
 
-    Records the whole process; code that is compiled is not seen. Slow inside, and free outside: only
+    Records the whole process; code that is compiled is not seen. Slow inside, free outside: only
     while a recording runs do the wrappers do more than cast. The cast cache is empty at the start.
     Raises AmpError inside another recording, and where amp is not in use.
 
@@ -49,7 +49,7 @@ def record_casts() -> Iterator[CastReport]:
     """
     session = slot.require("record_casts")
     if _is_recording():
-        raise AmpError("record_casts: expected no recording inside another, found one; end it first")
+        raise AmpError("record_casts: expected no recording inside another; end the first one")
     report = CastReport()
     modules = _WatchedModules(Patcher())
     recorder = CastRecorder(report, session.context, modules)
@@ -145,27 +145,17 @@ class _ExplicitCast:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
-        return _BoundExplicitCast(self, instance)
+        return types.MethodType(self, instance)
 
     def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = self._original(tensor, *args, **kwargs)
         is_cast = isinstance(result, torch.Tensor) and result.dtype is not tensor.dtype
-        if is_cast and not is_called_by_amp(1) and not is_called_by_amp(2):
+        if is_cast and not is_called_by_amp(1):
             recorder = self._recorder
             record = recorder.report.at(recorder.place(f"Tensor.{self._name}", "EXPLICIT"))
             record.calls += 1
-            map_tensors(lambda one: one, result)
             recorder.note_cast(record, tensor, result)
         return result
-
-
-class _BoundExplicitCast:
-    def __init__(self, method: _ExplicitCast, instance: torch.Tensor) -> None:
-        self._method = method
-        self._instance = instance
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(self._instance, *args, **kwargs)
 
 
 def _watch_explicit_casts(patcher: Patcher, recorder: CastRecorder) -> None:

@@ -82,13 +82,14 @@ class TextTable:
 
     def html(self) -> str:
         """The table as an HTML element, without the notes."""
-        heads = "".join(_html_cell("th", i in self.left, one) for i, one in enumerate(self.headings))
-        rows = "".join(
-            "<tr>" + "".join(_html_cell("td", i in self.left, c) for i, c in enumerate(row)) + "</tr>"
-            for row in self.rows
-        )
+        heads = self._html_row("th", self.headings)
+        rows = "".join(self._html_row("td", row) for row in self.rows)
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<table>{caption}<thead>{heads}</thead><tbody>{rows}</tbody></table>"
+
+    def _html_row(self, tag: str, cells: Sequence[str]) -> str:
+        parts = [_html_cell(tag, i in self.left, cell) for i, cell in enumerate(cells)]
+        return f"<tr>{''.join(parts)}</tr>"
 
     def _lines(self, cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
         for parts in itertools.zip_longest(*(cell.split("\n") for cell in cells), fillvalue=""):
@@ -99,7 +100,8 @@ class TextTable:
             yield _GAP.join(padded).rstrip()
 
     def _through_rich(self, console: Any) -> str:
-        needed = max(map(len, TextTable(self.headings, self.rows).plain().splitlines())) + 2
+        needed = max(map(len, TextTable(self.headings, self.rows).plain().splitlines()))
+        needed += 2 * len(self.headings)
         width = max(shutil.get_terminal_size((100, 24)).columns, needed, _MIN_WIDTH)
         written = io.StringIO()
         console.Console(file=written, width=width, color_system=None).print(self)

@@ -56,9 +56,13 @@ def _on_the_best(best: Standing, baseline: str, spread: float) -> str:
     elif ratio < 1:
         speed = f"{best.label} is {1 / ratio:.1f} times faster than {baseline}"
     else:
-        speed = f"No level is faster than {baseline} here: the fastest, {best.label}, takes {ratio:.1f} times as long"
+        speed = (
+            f"No level is faster than {baseline} here: the fastest, {best.label}, takes {ratio:.1f}"
+            " times as long"
+        )
     if best.distance < -spread:
-        return f"{speed}, and its loss ends {-best.distance:.2g} lower, beyond {baseline}'s spread of {spread:.2g}"
+        lower = f"its loss ends {-best.distance:.2g} lower"
+        return f"{speed}, and {lower}, beyond {baseline}'s spread of {spread:.2g}"
     return f"{speed}, and its loss stays inside {baseline}'s spread"
 
 
@@ -70,7 +74,9 @@ def _on_the_rest(rest: Sequence[Standing], spread: float) -> str:
         return "No other level was run."
     if not bad:
         return f"{_listed(good)} train{'s' if len(good) == 1 else ''} as well, but no faster."
-    return f"{bad}." if not good else f"{bad}; {_listed(good)} stay{'s' if len(good) == 1 else ''} inside."
+    return (
+        f"{bad}; {_listed(good)} stay{'s' if len(good) == 1 else ''} inside." if good else f"{bad}."
+    )
 
 
 def _fault(standing: Standing, spread: float) -> str:
