@@ -1,6 +1,19 @@
 """Mixed precision training for PyTorch: one line and one block, opt levels O0 to O5."""
 
 from amp_patch.api import initialize, uninitialize
+from amp_patch.casting import (
+    float_function,
+    half_function,
+    keep_casts,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+    stored_references,
+    unregister_function,
+    verify_casts,
+)
+from amp_patch.casts.presets import resolve_rules, rules_table
 from amp_patch.errors import AmpError, AmpWarning
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.scaling.loss_scaler import DynamicLossScale
@@ -31,16 +44,28 @@ __all__ = [
     "__version__",
     "clear_cache",
     "disable_casts",
+    "float_function",
     "full_precision",
     "grad",
+    "half_function",
     "initialize",
+    "keep_casts",
     "load_state_dict",
     "loss_scale",
     "master_params",
     "model_state_dict",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "resolve_rules",
+    "rules_table",
     "scale_loss",
     "state_dict",
     "step_was_skipped",
     "step_will_be_skipped",
+    "stored_references",
     "uninitialize",
+    "unregister_function",
+    "verify_casts",
 ]

@@ -9,10 +9,11 @@ from amp_patch.arguments import (
     checked_models,
     checked_names,
     checked_optimizers,
+    checked_rules,
 )
+from amp_patch.call_setup import Setup
 from amp_patch.parsing import parse_bool
 from amp_patch.policy import resolve_policy
-from amp_patch.session import Setup
 from amp_patch.slot import slot
 from amp_patch.weights.exclusions import check_selectors
 
@@ -39,6 +40,7 @@ def initialize(
     overflow_drops: Any = None,
     skip_together: Any = None,
     sync_overflow: Any = None,
+    cast_rules: Any = "default",
 ) -> Any:
     """Make a training script mixed precision. Call it once, after building model and optimizer.
 
@@ -69,6 +71,8 @@ def initialize(
             "window", or only its own "micro_batch", for which the others then stand.
         skip_together: whether all optimizers given to one `scale_loss` skip together (the default),
             or each by its own gradients.
+        cast_rules: which operations are cast: the name of a preset ("default", "apex-2019",
+            "torch-cuda", "torch-cpu"), or what `resolve_rules` gave for your own additions.
         sync_overflow: whether the ranks of `torch.distributed` agree on an overflow (the default).
 
     None leaves a property to the level. Properties may be strings from a command line ("True",
@@ -118,6 +122,7 @@ def initialize(
         check_selectors("keep_fp32", keep_fp32),
         checked_names("keep_inputs", keep_inputs),
         verbosity > 0,
+        checked_rules(cast_rules),
     )
     is_first = slot.session is None
     try:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_patch.casts.presets import resolve_rules
+from amp_patch.casts.rules import OpRule
 from amp_patch.errors import AmpError
 
 
@@ -50,6 +52,19 @@ def checked_optimizers(optimizers: Any) -> list[Any]:
 def _refuse_duplicates(name: str, objects: list[Any]) -> None:
     if len({id(one) for one in objects}) < len(objects):
         raise AmpError(f"{name}: expected different objects, found one of them twice")
+
+
+def checked_rules(rules: Any) -> tuple[OpRule, ...]:
+    """The cast rules of a preset, or those that were passed."""
+    if isinstance(rules, str):
+        return resolve_rules(rules)
+    found = tuple(rules) if isinstance(rules, Iterable) else ()
+    if not found or not all(isinstance(row, OpRule) for row in found):
+        raise AmpError(
+            f"cast_rules: expected the name of a preset or what resolve_rules gave, found "
+            f"{_described(rules)}"
+        )
+    return found
 
 
 def check_count(name: str, value: Any, minimum: int) -> None:

@@ -7,26 +7,27 @@ import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from amp_patch.call_setup import Setup
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.installation import Installation
 from amp_patch.casts.patcher import Patcher
+from amp_patch.casts.rules import OP_RULES, OpRule
 from amp_patch.casts.surroundings import meet_torchs_own_amp_and_script
 from amp_patch.casts.watch import watch_weights
-from amp_patch.errors import AmpError
+from amp_patch.errors import AmpError, warn
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.optimizer_state import warn_of_vanishing_eps
 from amp_patch.scaling.ranks import ParallelWrappers
 from amp_patch.scaling.scaler_groups import ScalerGroup, ScalerGroups
 from amp_patch.weights.checkpoints import FollowMasters
-from amp_patch.weights.exclusions import Exclusions, Selector, find_exclusions
+from amp_patch.weights.exclusions import Exclusions, find_exclusions
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.model_binding import ModelBinding
 from amp_patch.weights.model_casting import owned_tensors
@@ -34,21 +35,6 @@ from amp_patch.weights.model_checks import check_input_names, check_model, check
 from amp_patch.weights.running_statistics import ModelParts
 
 logger = logging.getLogger("amp_patch")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How one `initialize` call wants its models and optimizers.
-
-    `keep_fp32` selects what of the models is not cast, `keep_inputs` names arguments of their
-    forward that are not.
-    """
-
-    policy: Policy
-    num_losses: int = 1
-    keep_fp32: tuple[Selector, ...] = ()
-    keep_inputs: frozenset[str] = frozenset()
-    is_verbose: bool = True
 
 
 class Session:
@@ -67,6 +53,7 @@ class Session:
             self._masters.broadcast_, functools.partial(FollowMasters.of_all, self._masters)
         )
         self.casts = Installation(self.context)
+        self._rules = OP_RULES
         self._watch = Patcher()
         self._is_watching = False
         self._models: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
@@ -91,7 +78,7 @@ class Session:
             return
         for optimizer in optimizers:
             warn_of_vanishing_eps(optimizer, setup.policy)
-        earlier = self._release(models, optimizers, setup.policy)
+        earlier, rules = self._release(models, optimizers, setup.policy), self._rules
         values = [
             (tensor, tensor.data) for model in models for _, tensor, _ in owned_tensors(model)
         ]
@@ -100,9 +87,12 @@ class Session:
             for model, excluded in zip(models, exclusions, strict=True)
         ]
         try:
+            if setup.policy.patch_torch_functions:
+                self._use_rules(setup.rules)
             self._bind(bound, [(optimizer, setup.policy, group) for optimizer in optimizers])
         except BaseException:
             self._release(models, optimizers, setup.policy)
+            self._use_rules(rules)
             for tensor, value in values:  # exact also where there was no master
                 if tensor.data_ptr() != value.data_ptr():
                     tensor.data = value
@@ -134,6 +124,7 @@ class Session:
         self._models.clear()
         self._left_alone.clear()
         self.scalers.clear()
+        self._rules = OP_RULES
         self._wrappers.forget()
         self._adjust_casts()
 
@@ -204,6 +195,8 @@ class Session:
     ) -> bool:
         bound_models = [self._models.get(model) for model in models]
         known = bound_models + [self._bindings.get(id(optimizer)) for optimizer in optimizers]
+        if setup.policy.patch_torch_functions and setup.rules != self._rules:
+            return False
         if not known or any(
             one is None or one.policy != setup.policy or len(one.group.scalers) != setup.num_losses
             for one in known
@@ -256,7 +249,7 @@ class Session:
         policies = [binding.policy for binding in bindings]
         half_dtypes = [policy.half_dtype for policy in policies if policy.patch_torch_functions]
         if half_dtypes and not self.casts.is_there:
-            self.casts.install()
+            self.casts.install(self._rules)
         elif not half_dtypes:
             self.casts.remove()
         if half_dtypes:
@@ -265,6 +258,18 @@ class Session:
         for model, binding in models:
             self.casts.reach_into(model)
             binding.scope(model, self.context, are_casts_installed=bool(half_dtypes))
+
+    def _use_rules(self, rules: tuple[OpRule, ...]) -> None:
+        """Let `rules` hold from the next installation on, which is for the whole process."""
+        if rules == self._rules:
+            return
+        if any(binding.policy.patch_torch_functions for binding in self._models.values()):
+            warn(
+                "initialize: the cast rules of this call replace those of an earlier one, since "
+                "casts around operations hold for the whole process; pass the same cast_rules"
+            )
+        self._rules = rules
+        self.casts.remove()
 
     def _adjust_watch(self, is_wanted: bool) -> None:
         if is_wanted and not self._is_watching:

@@ -1,4 +1,4 @@
-"""Beside torch's own AMP: a model that amp casts and one under autocast give what they give alone."""
+"""Beside torch's own AMP: models of amp and models under autocast give what they give alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASTING = ["O1", "O4", "O2", "O5"]
 
 
 class Net(nn.Module):
-    """Operations on which the two differ: autocast leaves tanh, layer_norm and exp to its own lists."""
+    """Operations on which the two differ: autocast has other lists."""
 
     def __init__(self) -> None:
         super().__init__()

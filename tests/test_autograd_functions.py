@@ -111,7 +111,7 @@ def test_function_for_fp32_alone_runs_after_a_half_layer_and_gives_gradients(way
 
 
 def test_without_a_decorator_it_says_what_it_got() -> None:
-    with pytest.raises(TypeError, match="given torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"given torch\.bfloat16"):
         net_for(Fp32Only.apply)(torch.ones(1, 4))
 
 
@@ -182,7 +182,7 @@ def test_registered_apply_is_cast() -> None:
         def run(x: torch.Tensor) -> torch.Tensor:
             return Fp32Only.apply(x)
 
-    net = net_for(lambda h: Library.run(h))
+    net = net_for(lambda h: Library.run(h))  # noqa: PLW0108 (looks `run` up anew at each call)
     amp.register_float_function(Library, "run")
     try:
         assert net(torch.ones(2, 4)).dtype is FP32
@@ -199,7 +199,7 @@ def test_function_with_setup_context_and_vmap_works() -> None:
             return x * x
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
             ctx.save_for_backward(*inputs)
 
         @staticmethod

@@ -40,9 +40,7 @@ class Run:
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.25)
         self.foreach = torch.optim.Adam(self.model.parameters(), lr=0.25, eps=1e-3, foreach=True)
         self.fused = torch.optim.Adam(self.model.parameters(), lr=0.25, eps=1e-3, fused=True)
-        amp.initialize(
-            self.model, self.sgd, opt_level=opt_level, verbosity=0, loss_scale=1.0
-        )
+        amp.initialize(self.model, self.sgd, opt_level=opt_level, verbosity=0, loss_scale=1.0)
         self.pending: list[torch.Tensor] = []
         self.seen: list[Any] = []
 
@@ -184,7 +182,7 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
     "step, fused": lambda run: run.fused.step(),
     "zero_grad": lambda run: run.sgd.zero_grad(),
     "model.zero_grad": lambda run: run.model.zero_grad(),
-    "clear_cache": lambda run: amp.clear_cache(),
+    "clear_cache": lambda _: amp.clear_cache(),
     **{
         action.__name__: action
         for action in (
@@ -217,7 +215,9 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
 }
 # Every second action is a forward: without one nothing shows.
 LOOKS = ("forward", "forward_without_gradients", "part_alone", "part_alone_without_gradients")
-SEQUENCES = st.lists(st.tuples(st.sampled_from(LOOKS), st.sampled_from(sorted(ACTIONS))), max_size=12)
+SEQUENCES = st.lists(
+    st.tuples(st.sampled_from(LOOKS), st.sampled_from(sorted(ACTIONS))), max_size=12
+)
 
 
 def run_with(cache: CastCache, opt_level: str, names: list[str], seed: int = 0) -> list[Any]:
@@ -239,9 +239,7 @@ def test_a_run_with_the_cache_is_the_run_without_it_bit_for_bit(
     opt_level: str, sequence: list[tuple[str, str]]
 ) -> None:
     names = [name for pair in sequence for name in pair] + ["forward"]
-    assert_identical(
-        run_with(CastCache(), opt_level, names), run_with(NoCache(), opt_level, names)
-    )
+    assert_identical(run_with(CastCache(), opt_level, names), run_with(NoCache(), opt_level, names))
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -267,7 +265,7 @@ def test_the_property_can_fail() -> None:
     assert not torch.equal(stale[2], true[2])
 
 
-# -- the modes that users can switch ----------------------------------------------------------------
+# -- the modes that users can switch --------------------------------------------------------------
 
 
 class CastCounter(TorchDispatchMode):
@@ -357,7 +355,7 @@ def test_verification_passes_where_all_is_well_also_with_nan_weights() -> None:
         model(torch.ones(1, 3))
 
 
-# -- leaks --------------------------------------------------------------------------------------------
+# -- leaks ----------------------------------------------------------------------------------------
 
 
 def live_tensors() -> int:

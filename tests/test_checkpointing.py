@@ -16,12 +16,12 @@ import amp_patch as amp
 
 VARIANTS = pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 # Cast weights that are used several times have their gradients added in half precision, and the
-# recomputation of the reentrant variant casts once more: a few units of bfloat16 of gradients near 1.
+# recomputation of the reentrant variant casts once more: a few units of bfloat16 at 1.
 NEAR: Any = {"rtol": 2**-6, "atol": 2**-6}
 
 
 class Net(nn.Module):
-    """Two blocks, each of which may be recomputed, and weights that are also used outside of them."""
+    """Two blocks, each of which may be recomputed; weights are also used outside of them."""
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -66,7 +66,9 @@ def warm_halfway(net: Net) -> None:
         net.second[2](torch.ones(2, 4))
 
 
-BEFORE = {f.__name__: f for f in (nothing, warm_without_gradients, warm_with_gradients, warm_halfway)}
+BEFORE = {
+    f.__name__: f for f in (nothing, warm_without_gradients, warm_with_gradients, warm_halfway)
+}
 
 
 def gradients(
@@ -169,8 +171,10 @@ def test_sequential_checkpointing_works(reentrant: bool) -> None:
         layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
         amp.initialize(layers, opt_level="O4", verbosity=0)
         x = torch.randn(2, 4, requires_grad=True)
-        output = checkpoint_sequential(layers, 2, x, use_reentrant=reentrant) if recomputes else (
-            layers(x)
+        output = (
+            checkpoint_sequential(layers, 2, x, use_reentrant=reentrant)
+            if recomputes
+            else (layers(x))
         )
         output.float().sum().backward()
         found = [parameter.grad for parameter in layers.parameters()]

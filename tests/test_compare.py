@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from networks import mlp
+from test_record_casts import MODELS
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import amp_patch as amp
 from amp_patch.tools import compare_command
@@ -253,6 +256,29 @@ class TestMemory:
         # Weights, gradients and momentum; the largest layer's update comes on top.
         assert 3 * weights <= peak <= 6 * weights
 
+    @pytest.mark.parametrize("name", ["gpt", "lstm"])
+    def test_peak_is_that_of_torchs_profiler(self, name: str) -> None:
+        # Not of convolutions: the scratch memory inside them counts for the profiler alone.
+        make, batch = MODELS[name]
+
+        def run() -> None:
+            model, inputs = make(), batch()
+            optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+            for _ in range(2):
+                model(inputs).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        run()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            run()
+        events = profiled.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        expected = max(itertools.accumulate(size for _, size in changes))
+        with LiveMemory() as memory:
+            run()
+        assert memory.peak == pytest.approx(expected, rel=0.2)
+
     def test_half_weights_need_less_than_fp32_ones(self) -> None:
         def wide() -> tuple[nn.Module, Any]:
             model = nn.Linear(256, 256)
@@ -432,7 +458,14 @@ class TestVerdict:
         rows = [Standing("O0", 1.0, 0.0), Standing("O1", 2.5, 0.0), Standing("O4", 3.0, 0.0)]
         assert verdict(rows, 0.1) == (
             "No level is faster than O0 here: the fastest, O1, takes 2.5 times as long, and its "
-            "loss stays inside O0's spread. O4 trains as well, but no faster."
+            "loss stays inside O0's spread. O4 does too, but takes 3.0 times as long."
+        )
+
+    def test_sound_levels_are_told_apart_by_their_time(self) -> None:
+        ratios = {"O1": 9.0, "O2": 12.0, "O4": 0.8, "O5": 0.7}
+        rows = [Standing("O0", 1.0, 0.0), *(Standing(one, r, 0.0) for one, r in ratios.items())]
+        assert verdict(rows, 0.1).partition(". ")[2] == (
+            "O4 stays inside it too; O1 and O2 do too, but take up to 12.0 times as long."
         )
 
     def test_level_outside_the_spread_is_not_recommended(self) -> None:

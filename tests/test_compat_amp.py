@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import amp_patch
-from amp_patch import AmpError, OPT_LEVELS
+from amp_patch import OPT_LEVELS, AmpError
 from amp_patch.compat.installer import install_as_apex
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -75,13 +75,13 @@ def test_inference_at_o3(amp: Any) -> None:
     assert model(torch.ones(1, 4)).dtype is torch.float32
 
 
-# -- private state ----------------------------------------------------------------------------------
+# -- private state --------------------------------------------------------------------------------
 
 
 def test_state_is_absent_before_initialize(amp: Any) -> None:
     assert not hasattr(state(amp), "loss_scalers")
     assert not hasattr(state(amp), "opt_properties")
-    with pytest.raises(RuntimeError, match="amp.initialize"):
+    with pytest.raises(RuntimeError, match=r"amp\.initialize"):
         amp.scale_loss(torch.ones(1), pair()[1])
 
 
@@ -116,9 +116,9 @@ def test_written_loss_scale_takes_effect(amp: Any, loss_scale: Any) -> None:
     assert amp_patch.loss_scale() == 1024.0
     loss = model(torch.ones(2, 4)).float().mean() * 1e30
     is_static = loss_scale != "dynamic"
-    with pytest.warns(amp_patch.AmpWarning, match="static") if is_static else nullcontext():
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+    warned = pytest.warns(amp_patch.AmpWarning, match="static") if is_static else nullcontext()
+    with warned, amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
     assert amp_patch.loss_scale() == (512.0 if loss_scale == "dynamic" else 1024.0)
 
 
@@ -183,7 +183,7 @@ def test_half_models_are_let_in_at_o2(amp: Any) -> None:
     assert next(amp.master_params(optimizer)).dtype is torch.float32
 
 
-# -- the optimizer ----------------------------------------------------------------------------------
+# -- the optimizer --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -242,7 +242,7 @@ def test_stash_keeps_nothing_alive_and_is_not_copied(amp: Any) -> None:
 
 def test_undo_takes_the_stash_off() -> None:
     undo = install_as_apex()
-    model, optimizer = importlib.import_module("apex.amp").initialize(*pair(), opt_level="O1")
+    _, optimizer = importlib.import_module("apex.amp").initialize(*pair(), opt_level="O1")
     before = set(vars(optimizer))
     undo()
     assert {"_amp_stash", "_lazy_init_maybe_master_weights"} <= before - set(vars(optimizer))
@@ -259,7 +259,7 @@ def test_larc_may_be_initialized_and_scaled(amp: Any) -> None:
     step(amp, model, larc(optimizer))
 
 
-# -- training ---------------------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------------------
 
 
 def test_load_state_dict_takes_no_strict(amp: Any) -> None:
@@ -389,18 +389,19 @@ def test_disable_casts_nests_in_any_level(amp: Any, level: str) -> None:
     assert model(torch.ones(1, 4)).shape == (1, 1)
 
 
-# -- functions of the script -----------------------------------------------------------------------
+# -- functions of the script ----------------------------------------------------------------------
 
 
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.factor = 2
         assert x.dtype is torch.float32
-        return 2 * x
+        return ctx.factor * x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * gradient
+        return ctx.factor * gradient
 
 
 class Head:
@@ -414,7 +415,7 @@ def test_functions_can_be_decorated_in_every_place(amp: Any) -> None:
     amp.float_function(Doubled.apply)(half).sum().backward()
     assert half.grad is not None
     assert amp.half_function(Head().scores)(torch.ones(2)) is torch.float16
-    assert amp.promote_function(lambda a, b: a.dtype)(half, torch.ones(1)) is torch.float32
+    assert amp.promote_function(lambda *both: both[0].dtype)(half, torch.ones(1)) is torch.float32
 
 
 def test_registrations_end_with_the_undo() -> None:

@@ -42,7 +42,8 @@ def adam(
 ) -> Rule:
     def rule(w: list[Array], g: list[Array], memory: dict[str, Any], t: int) -> list[Array]:
         result = []
-        for i, (weight, gradient) in enumerate(zip(w, g, strict=True)):
+        for i, (weight, raw) in enumerate(zip(w, g, strict=True)):
+            gradient = raw
             if not adam_w_mode:
                 gradient = gradient + weight_decay * weight
             m = betas[0] * memory.get(("m", i), 0) + (1 - betas[0]) * gradient
@@ -74,7 +75,8 @@ def lamb(
         total = math.sqrt(sum(norm(one) ** 2 for one in g))
         g = [one / max(1.0, total / max_grad_norm) for one in g]
         result = []
-        for i, (weight, gradient) in enumerate(zip(w, g, strict=True)):
+        for i, (weight, raw) in enumerate(zip(w, g, strict=True)):
+            gradient = raw
             if not adam_w_mode:
                 gradient = gradient + weight_decay * weight
             share = 1 - beta1 if grad_averaging else 1.0
@@ -105,7 +107,8 @@ def sgd(
 ) -> Rule:
     def rule(w: list[Array], g: list[Array], memory: dict[str, Any], t: int) -> list[Array]:
         result = []
-        for i, (weight, step) in enumerate(zip(w, g, strict=True)):
+        for i, (weight, raw) in enumerate(zip(w, g, strict=True)):
+            step = raw
             if not wd_after_momentum:
                 step = step + weight_decay * weight
             if momentum:
@@ -134,7 +137,8 @@ def novograd(
 
     def rule(w: list[Array], g: list[Array], memory: dict[str, Any], t: int) -> list[Array]:
         result = []
-        for i, (weight, gradient) in enumerate(zip(w, g, strict=True)):
+        for i, (weight, raw) in enumerate(zip(w, g, strict=True)):
+            gradient = raw
             size = norm(gradient) if norm_type == 2 else float(abs(gradient).max())
             old = memory.get(("v", i), 0.0 if init_zero else size)
             power = norm_type or 1
@@ -161,7 +165,8 @@ def adagrad(
 ) -> Rule:
     def rule(w: list[Array], g: list[Array], memory: dict[str, Any], t: int) -> list[Array]:
         result = []
-        for i, (weight, gradient) in enumerate(zip(w, g, strict=True)):
+        for i, (weight, raw) in enumerate(zip(w, g, strict=True)):
+            gradient = raw
             if not adagrad_w_mode:
                 gradient = gradient + weight_decay * weight
             memory[i] = memory.get(i, 0) + gradient**2

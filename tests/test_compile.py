@@ -1,4 +1,4 @@
-"""torch.compile: the same casts as in eager mode, whatever was compiled before, and no stale code."""
+"""torch.compile: the same casts as in eager mode, whatever was compiled before."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from torch import nn
 
 import amp_patch as amp
 from amp_patch.policy import resolve_policy
-from amp_patch.session import Session, Setup
+from amp_patch.call_setup import Setup
+from amp_patch.session import Session
 
 FP16, FP32 = torch.float16, torch.float32
 LEVELS = pytest.mark.parametrize("opt_level", amp.OPT_LEVELS)

@@ -17,7 +17,8 @@ from torch import nn
 import amp_patch as amp
 from amp_patch.errors import AmpError, AmpWarning
 from amp_patch.policy import resolve_policy
-from amp_patch.session import Session, Setup
+from amp_patch.call_setup import Setup
+from amp_patch.session import Session
 from amp_patch.slot import SessionSlot
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

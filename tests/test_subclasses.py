@@ -239,8 +239,8 @@ def test_weights_made_in_inference_mode_are_cast(net: nn.Sequential) -> None:
 def test_hooks_on_modules_tensors_and_weights_see_what_the_casts_made(net: nn.Sequential) -> None:
     seen: dict[str, torch.dtype] = {}
     net[0].register_forward_pre_hook(lambda _, args: seen.update(entry=args[0].dtype))
-    net[0].register_forward_hook(lambda _, args, output: seen.update(output=output.dtype))
-    net[2].register_full_backward_hook(lambda _, i, o: seen.update(backward=o[0].dtype))
+    net[0].register_forward_hook(lambda _, __, output: seen.update(output=output.dtype))
+    net[2].register_full_backward_hook(lambda _, __, o: seen.update(backward=o[0].dtype))
     net[0].weight.register_hook(lambda gradient: seen.update(weight=gradient.dtype))
     net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.update(final=p.grad.dtype))
     net(torch.ones(2, 4)).float().sum().backward()
@@ -248,14 +248,14 @@ def test_hooks_on_modules_tensors_and_weights_see_what_the_casts_made(net: nn.Se
 
 
 def test_forward_hook_may_replace_the_output(net: nn.Sequential) -> None:
-    net[0].register_forward_hook(lambda _, args, output: output.float())
+    net[0].register_forward_hook(lambda _, __, output: output.float())
     assert net(torch.ones(1, 4)).dtype is HALF
 
 
 def test_global_hooks_and_saved_tensor_hooks_work(net: nn.Sequential) -> None:
     names: list[str] = []
     handle = nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: names.append(type(module).__name__)
+        lambda module, *_: names.append(type(module).__name__)
     )
     packed: list[torch.dtype] = []
     try:
@@ -295,8 +295,11 @@ def test_parametrized_and_normed_weights_are_cast(net: nn.Sequential) -> None:
 def test_saved_bytes_of_an_identity_cast_are_none(mode: Any, net: nn.Sequential) -> None:
     x = torch.ones(2, 4, dtype=HALF)
     packed: list[torch.Tensor] = []
-    with mode(), torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
+    with (
+        mode(),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
+        ),
     ):
         net[0](x)
         net[0](x)

@@ -1,4 +1,4 @@
-"""Casts in several threads: each has its own suspensions and scopes, and the cache holds for all."""
+"""Casts in several threads: each has its own suspensions and scopes, all have one cache."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def test_two_models_train_in_two_threads_as_in_one() -> None:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     results = []
-    for run in (lambda: [train_one(0), train_one(1)], lambda: all_of(*starts)):
+    starts = (lambda: train_one(0), lambda: train_one(1))
+    for run in (lambda: [start() for start in starts], lambda: all_of(*starts)):
         pairs = []
         for seed in range(2):
             torch.manual_seed(seed)
@@ -153,7 +154,6 @@ def test_two_models_train_in_two_threads_as_in_one() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             amp.initialize(model, optimizer, opt_level="O4", verbosity=0, loss_scale=128.0)
             pairs.append((model, optimizer))
-        starts = (lambda: train_one(0), lambda: train_one(1))
         results.append(run())
         amp.uninitialize()
     assert_identical(results[1], results[0])

@@ -1,4 +1,4 @@
-"""TorchScript, jit.trace, torch.fx, torch.export and make_fx: casts are kept, weights stay weights."""
+"""TorchScript, jit.trace, torch.fx, torch.export, make_fx: casts are kept, weights stay weights."""
 
 from __future__ import annotations
 
@@ -109,9 +109,13 @@ def test_gradients_flow_through_a_traced_model() -> None:
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
 
 
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b)
+
+
 def test_function_is_traced_with_casts() -> None:
     half_net_kept = half_net()
-    traced = torch.jit.trace(lambda a, b: torch.mm(a, b), inputs())
+    traced = torch.jit.trace(product, inputs())
     assert traced(*inputs()).dtype is HALF
     del half_net_kept
 
@@ -165,13 +169,10 @@ def test_scripted_part_takes_half_activations() -> None:
 def test_scripted_function_takes_mixed_dtypes() -> None:
     model = half_net()
 
-    @torch.jit.script
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.mm(a, b)
-
-    assert product(model.linear(inputs()[0]), inputs()[1]).dtype is HALF
+    scripted = torch.jit.script(product)
+    assert scripted(model.linear(inputs()[0]), inputs()[1]).dtype is HALF
     with amp.disable_casts():
-        assert product(*inputs()).dtype is torch.float32
+        assert scripted(*inputs()).dtype is torch.float32
 
 
 def test_scripting_a_half_model_warns_that_its_entry_does_not_cast() -> None:

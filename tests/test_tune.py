@@ -100,6 +100,47 @@ def test_no_list_is_long_enough_below_what_chance_does() -> None:
     assert "it is not precision that makes the difference" in str(found)
 
 
+class TestOperations:
+    def test_exponential_is_kept_when_the_rest_moves_to_half(self) -> None:
+        found = tune(build, BATCHES, tolerance=0.05, opt_level="O1", most_in_half=True)
+        assert found.is_within
+        assert set(found.kept) == {"torch.Tensor.exp", "torch.Tensor.sum"}  # and of eight of them
+        assert found.moved == ("torch.nn.functional.cross_entropy",)
+        torch.manual_seed(0)
+        model, optimizer = build()
+        amp.initialize(model, optimizer, verbosity=0, **found.arguments)
+        assert torch.ones(3).half().exp().dtype is torch.float32
+        assert torch.cumsum(torch.ones(3).half(), 0).dtype is torch.float32
+        assert model(BATCHES[0][0]).isfinite().all()
+        assert "cast_rules=amp.resolve_rules(half=['torch." in str(found)
+        json.dumps(found.to_dict(), allow_nan=False)
+
+    def test_product_that_overflows_is_kept(self) -> None:
+        class Large(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                scores = torch.bmm(x[None] * 1e3, x.t()[None])[0]  # of 8 x 8 ones: 8,000
+                return (scores * 100).log1p() / 10
+
+        def build_large() -> tuple[nn.Module, Any]:
+            model = nn.Sequential(nn.Linear(8, 8), Large(), nn.Linear(8, 4))
+            with torch.no_grad():
+                model[0].weight.fill_(1.0)  # type: ignore[union-attr, operator]
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        found = tune(build_large, BATCHES, tolerance=0.05, opt_level="O1")
+        assert found.is_within
+        assert found.kept == ("torch.bmm",)
+        assert "cast_rules=amp.resolve_rules(float=['torch.bmm'])" in str(found)
+
+    def test_without_need_the_level_is_left_alone(self) -> None:
+        found = tune(build_harmless, BATCHES, tolerance=0.05, opt_level="O1")
+        assert dict(found.arguments) == {"opt_level": "O1"}
+
+    def test_most_in_half_is_for_casts_around_operations(self) -> None:
+        with pytest.raises(amp.AmpError, match=r"^most_in_half: expected 'O1' or 'O4'"):
+            tune(build, BATCHES, opt_level="O2", most_in_half=True)
+
+
 def test_worst_batch_counts() -> None:
     calm, wild = torch.zeros(8, 8) - 20.0, torch.rand(8, 8)
 

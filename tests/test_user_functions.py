@@ -21,7 +21,11 @@ from amp_patch.casts.user_functions import user_rules
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LEVELS = {"O1": FP16, "O4": BF16}
-DECORATORS = {"half": amp.half_function, "float": amp.float_function, "promote": amp.promote_function}
+DECORATORS = {
+    "half": amp.half_function,
+    "float": amp.float_function,
+    "promote": amp.promote_function,
+}
 REGISTRATIONS = {
     "half": amp.register_half_function,
     "float": amp.register_float_function,
@@ -90,7 +94,12 @@ def test_nested_arguments_are_cast_and_keep_their_types(model: nn.Module) -> Non
         return args, kwargs
 
     x, ids = torch.ones(2), torch.ones(2, dtype=torch.int64)
-    given = {"deep": [x, (x, {"k": x, "ids": ids})], "pair": Pair(x, ids), "text": "t", "none": None}
+    given = {
+        "deep": [x, (x, {"k": x, "ids": ids})],
+        "pair": Pair(x, ids),
+        "text": "t",
+        "none": None,
+    }
     batch = Batch(x, {"list": [x]})
     (listed, found), keywords = leaves([x], batch, **given)
     assert listed[0].dtype is BF16
@@ -384,9 +393,7 @@ def operator_library() -> Iterator[Any]:
         vars(torch.ops.amp_patch_test).pop("double", None)
 
 
-def test_registration_of_an_operation_of_torch_ops(
-    operator_library: Any, model: nn.Module
-) -> None:
+def test_registration_of_an_operation_of_torch_ops(operator_library: Any, model: nn.Module) -> None:
     assert operator_library.double(torch.ones(2)).dtype is FP32
     amp.register_half_function(torch.ops.amp_patch_test, "double")
     assert torch.ops.amp_patch_test.double(torch.ones(2)).dtype is BF16

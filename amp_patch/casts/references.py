@@ -52,7 +52,9 @@ def rebind_references(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> 
         _rebind_at_home(patcher, wrapper)
 
 
-def rebind_in_model(patcher: Patcher, wrappers: Mapping[int, CastWrapper], model: nn.Module) -> None:
+def rebind_in_model(
+    patcher: Patcher, wrappers: Mapping[int, CastWrapper], model: nn.Module
+) -> None:
     """The same for attributes of the modules in `model`, as `self.activation = F.kl_div`."""
     for module in model.modules():
         for name, value in list(vars(module).items()):

@@ -51,7 +51,7 @@ def cast_scripted(patcher: Patcher, context: CastContext, wrappers: Mapping[int,
 
 def _wrap_compiler(patcher: Patcher, call: Any) -> None:
     """Around what `torch.jit.script` calls: of that itself, other modules have references."""
-    original = torch.jit._script._script_impl
+    original: Any = torch.jit._script._script_impl  # type: ignore[attr-defined]
     patcher.replace(torch.jit._script, "_script_impl", wrapt.FunctionWrapper(original, call))
 
 

@@ -1,4 +1,4 @@
-"""The names of `apex.amp` as a module of their own, for migrated scripts that need more than the public ones."""
+"""The names of `apex.amp`, for migrated scripts that need more than the public ones."""
 
 from __future__ import annotations
 

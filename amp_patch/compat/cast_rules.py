@@ -11,22 +11,19 @@ from amp_patch.casts.rules import CastRule, OpRule
 from amp_patch.casts.spellings import operation_name
 from amp_patch.compat.lists import Edit, edits
 from amp_patch.compat.registrations import register
-from amp_patch.slot import slot
 
 _PATHS = {id(torch): "torch", id(torch.nn.functional): "torch.nn.functional"}
 
 
-def apply_edits() -> None:
-    """Let what a script has changed in the lists hold from now on."""
-    found = edits()
-    if found:
-        _install(_edited("default", found))
+def rules_of_today() -> tuple[OpRule, ...]:
+    """The default rules, as a script has changed the lists."""
+    return _edited("default", edits())
 
 
-def use_rules_of_2019(*, allow_banned: bool) -> None:
-    """Let the lists of 2019 hold, as the script has changed them."""
+def rules_of_2019(*, allow_banned: bool) -> tuple[OpRule, ...]:
+    """The rules of 2019, as a script has changed the lists."""
     banned = [Edit(torch.nn.functional, "binary_cross_entropy", CastRule.FLOAT)]
-    _install(_edited("apex-2019", [*edits(), *(banned if allow_banned else ())]))
+    return _edited("apex-2019", [*edits(), *(banned if allow_banned else ())])
 
 
 def _edited(preset: str, changes: Iterable[Edit]) -> tuple[OpRule, ...]:
@@ -43,11 +40,3 @@ def _edited(preset: str, changes: Iterable[Edit]) -> tuple[OpRule, ...]:
             by_rule[edit.rule].add(name)
     half, full = by_rule[CastRule.HALF], by_rule[CastRule.FLOAT]
     return resolve_rules(preset, half=half, float=full, leave=left - half - full)
-
-
-def _install(rules: tuple[OpRule, ...]) -> None:
-    session = slot.open()
-    half_dtype = session.context.half_dtype
-    session.casts.remove()
-    session.casts.install(rules)
-    session.context.half_dtype = half_dtype  # of the models that are there already

@@ -185,8 +185,7 @@ class _Rewriter(cst.CSTTransformer):
         return [
             missing_name(path)
             for path in sorted(self._uses.through[local])
-            if not is_module(path)
-            and longest_known(path, is_plain=self._is_plain) is None
+            if not is_module(path) and longest_known(path, is_plain=self._is_plain) is None
         ]
 
     def _replaced(

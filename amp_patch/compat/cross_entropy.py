@@ -26,6 +26,8 @@ class SoftmaxCrossEntropyLoss:
 
         Zero where a label is `padding_idx`. In the dtype of `logits` unless `half_to_float`.
         """
-        losses = F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing)
+        losses = F.cross_entropy(
+            logits.float(), labels, reduction="none", label_smoothing=smoothing
+        )
         losses = losses.masked_fill(labels == padding_idx, 0.0)
         return losses if half_to_float else losses.to(logits.dtype)

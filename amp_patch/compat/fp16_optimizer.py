@@ -1,4 +1,4 @@
-"""FP16_Optimizer: masters and loss scale around any optimizer, for a model that was made half by hand."""
+"""Masters and a loss scale around any optimizer, for a model that was made half by hand."""
 
 from __future__ import annotations
 

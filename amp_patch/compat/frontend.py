@@ -11,7 +11,7 @@ import torch
 from amp_patch import api, state, training
 from amp_patch.arguments import as_list
 from amp_patch.compat.amp_state import amp_state
-from amp_patch.compat.cast_rules import apply_edits, use_rules_of_2019
+from amp_patch.compat.cast_rules import rules_of_2019, rules_of_today
 from amp_patch.compat.handle import AmpHandle, NoOpHandle
 from amp_patch.compat.larc import LARC
 from amp_patch.compat.stash import stashes
@@ -72,18 +72,18 @@ def initialize(
         amp_state.handle = NoOpHandle()
         return result
     policy = resolve_policy(opt_level, **properties)
-    if policy.patch_torch_functions:
-        apply_edits()
+    rules = rules_of_today()
     result = api.initialize(
         models,
         optimizers,
         opt_level=opt_level,
         num_losses=num_losses,
         verbosity=verbosity,
+        cast_rules=rules,
         **properties,
     )
     amp_state.note(policy, num_losses)
-    amp_state.handle = AmpHandle(policy, verbose=verbosity > 0)
+    amp_state.handle = AmpHandle(policy, rules, verbose=verbosity > 0)
     for optimizer in [] if optimizers is None else as_list(optimizers):
         stashes.put_on(optimizer)
     return result
@@ -129,16 +129,15 @@ def init(
     iteration whatever `enable_caching` says: the results are the same.
     """
     if not enabled:
-        amp_state.handle = NoOpHandle()
-        return amp_state.handle
+        nothing = amp_state.handle = NoOpHandle()
+        return nothing
     policy = resolve_policy(amp_state.opt_level or "O1", loss_scale=loss_scale)
     if policy.casts_model:
         raise AmpError(
             f"init: expected a level that casts no model, which init does not know of: 'O0', 'O1' "
             f"or 'O4', found {policy.opt_level!r}"
         )
-    use_rules_of_2019(allow_banned=allow_banned)
-    handle = AmpHandle(policy, verbose)
+    handle = AmpHandle(policy, rules_of_2019(allow_banned=allow_banned), verbose)
     handle.switch_on()
     amp_state.note(policy, 1)
     amp_state.handle = handle

@@ -12,12 +12,12 @@ from amp_patch.compat.grouped_optimizer import Bucket, Group, GroupedOptimizer
 class FusedAdagrad(GroupedOptimizer):
     """Adagrad (Duchi et al., JMLR 2011), its weight decay decoupled by `adagrad_w_mode`.
 
-        >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
-        >>> optimizer = FusedAdagrad([weight], lr=0.25)
-        >>> weight.square().sum().backward()
-        >>> optimizer.step()
-        >>> weight.item()
-        0.75
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = FusedAdagrad([weight], lr=0.25)
+    >>> weight.square().sum().backward()
+    >>> optimizer.step()
+    >>> weight.item()
+    0.75
     """
 
     def __init__(

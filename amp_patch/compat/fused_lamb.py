@@ -62,7 +62,8 @@ class FusedLAMB(GroupedOptimizer):
             return None
         device = norms[0].device
         total = torch.stack([norm.to(device, torch.float32) for norm in norms]).norm()
-        return (total / limit).clamp(min=1.0)
+        divisor: torch.Tensor = (total / limit).clamp(min=1.0)
+        return divisor
 
     def _update(self, group: Group, bucket: Bucket, common: Any) -> None:
         lr, decay = group["lr"], group["weight_decay"]

@@ -103,7 +103,7 @@ class FusedNovoGrad(GroupedOptimizer):
         return norms
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In old files the norms are in the groups: those of half parameters, then of the others."""
+        """Old files have the norms in the groups: those of half parameters, then of the others."""
         super().__setstate__(state)
         for group in self.param_groups:
             for norms, is_half in zip(group.pop("exp_avg_sq", ()), (True, False), strict=False):

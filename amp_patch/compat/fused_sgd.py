@@ -76,7 +76,11 @@ class FusedSGD(GroupedOptimizer):
                 buffer.copy_(steps[i])
             else:
                 buffer.mul_(momentum).add_(steps[i], alpha=fresh)
-        return list(torch._foreach_add(steps, buffers, alpha=momentum)) if group["nesterov"] else buffers
+        return (
+            list(torch._foreach_add(steps, buffers, alpha=momentum))
+            if group["nesterov"]
+            else buffers
+        )
 
 
 def _has_momentum(state: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What the optimizers with the names of apex share: grouped arithmetic in FP32, and their layout of state."""
+"""What the optimizers of apex share: grouped arithmetic in FP32, and their layout of state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **retired: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **retired: Any) -> Any:
         """Update the parameters. Returns the loss of `closure`, or None."""
         if any(value is not None for value in retired.values()):
             raise AmpError(
@@ -124,10 +124,8 @@ def _buckets(group: Group) -> list[Bucket]:
 
 
 def _bucket(parameters: list[torch.Tensor], dtype: torch.dtype) -> Bucket:
-    if dtype in _HALVES:
-        weights = [parameter.float() for parameter in parameters]
-    else:
-        weights = parameters
+    is_half = dtype in _HALVES
+    weights = [parameter.float() for parameter in parameters] if is_half else parameters
     gradients = _in_dtype((p.grad for p in parameters), weights[0].dtype)
     return Bucket(parameters, weights, gradients)
 

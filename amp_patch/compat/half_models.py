@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch.structures import map_tensors
 
@@ -31,7 +32,7 @@ class FP16Model(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 (its name in scripts)
     """Put every BatchNorm with weights in `module` into FP32. Returns `module`."""
     for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.affine:
+        if isinstance(part, _BatchNorm) and part.affine:
             part.float()
     return module
 
@@ -63,7 +64,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     torch.float16
     """
     for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+        if isinstance(module, _BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):

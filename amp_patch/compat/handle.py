@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_patch.call_setup import Setup
+from amp_patch.casts.rules import OpRule
 from amp_patch.errors import AmpError
 from amp_patch.policy import Policy
-from amp_patch.session import Setup
 from amp_patch.slot import slot
 from amp_patch.training import clear_cache, disable_casts, scale_loss
 
@@ -23,9 +24,10 @@ class AmpHandle:
     Of `init`: it switches the casts on, without a model. Of `initialize`: it only tells of them.
     """
 
-    def __init__(self, policy: Policy, verbose: bool = False) -> None:
+    def __init__(self, policy: Policy, rules: tuple[OpRule, ...], verbose: bool = False) -> None:
         self.verbose = verbose
         self._policy = policy
+        self._rules = rules
         self._anchor = nn.Module()  # casts last as long as some model wants them
 
     @property
@@ -39,7 +41,7 @@ class AmpHandle:
 
     def switch_on(self) -> None:
         """Install the casts."""
-        slot.open().add([self._anchor], [], Setup(self._policy, is_verbose=self.verbose))
+        slot.open().add([self._anchor], [], self._setup(1))
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> ScaledLoss:
         """As `amp.scale_loss`, for an optimizer that may be new."""
@@ -54,7 +56,10 @@ class AmpHandle:
         try:
             session.binding_of(optimizer, "scale_loss")
         except AmpError:
-            session.add([], [optimizer], Setup(self._policy, num_loss, is_verbose=self.verbose))
+            session.add([], [optimizer], self._setup(num_loss))
+
+    def _setup(self, num_losses: int) -> Setup:
+        return Setup(self._policy, num_losses, is_verbose=self.verbose, rules=self._rules)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """`optimizer` with a `scale_loss` of its own."""
@@ -102,7 +107,7 @@ class NoOpHandle:
 
 
 class OptimWrapper:
-    """An optimizer with `scale_loss(loss)`: the n-th of a step has the n-th of `num_loss` scales."""
+    """An optimizer with `scale_loss(loss)`: the n-th of a step has the n-th of its scales."""
 
     def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
         self._optimizer = optimizer

@@ -34,7 +34,7 @@ class Edit(NamedTuple):
 
 
 class OverrideLists:
-    """The names of one namespace, a list for each way to cast. Edits are told from what was there."""
+    """The names of one namespace, a list for each way to cast. It tells what was edited."""
 
     def __init__(self, owner: Any, rows: tuple[OpRule, ...]) -> None:
         self.MODULE = owner

@@ -41,7 +41,7 @@ class LossScaler:
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of the scaled loss."""
-        (loss * self.loss_scale).backward(retain_graph=retain_graph)
+        torch.autograd.backward(loss * self.loss_scale, retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):

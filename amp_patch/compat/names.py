@@ -86,7 +86,9 @@ NAMES: Mapping[str, Rows] = MappingProxyType(
         "apex.amp.opt": _of("compat.handle", "OptimWrapper"),
         "apex.amp.scaler": _of("compat.scalers", "LossScaler"),
         "apex.amp.lists": {},
-        "apex.amp.lists.functional_overrides": _lists("functional_overrides", f"{_OVERRIDES} BANNED_FUNCS"),
+        "apex.amp.lists.functional_overrides": _lists(
+            "functional_overrides", f"{_OVERRIDES} BANNED_FUNCS"
+        ),
         "apex.amp.lists.torch_overrides": _lists("torch_overrides", f"{_OVERRIDES} {_CASTS}"),
         "apex.amp.lists.tensor_overrides": _lists("tensor_overrides", f"{_OVERRIDES} {_CASTS}"),
         "apex.parallel": {**_PARALLEL, **_BATCHNORM, **_of("compat.larc", "LARC")},

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from amp_patch.compat.flat_tensors import flatten, unflatten
 from amp_patch.errors import AmpError
 
 _ELEMENT_BYTES = 4
@@ -27,9 +27,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's `DistributedDataParallel`, which takes what scripts pass to that of apex.
 
     `message_size` is a number of elements, `delay_allreduce=True` allows parameters that get no
-    gradient. `gradient_average=False` sums over the ranks, `gradient_predivide_factor` divides that
-    much before the sum and the rest after it, `allreduce_always_fp32` sums in FP32. What only steers
-    streams and buffers of the old package is accepted, and has no effect.
+    gradient. `gradient_average=False` sums over the ranks, `gradient_predivide_factor` divides by
+    that before the sum and by the rest after it, `allreduce_always_fp32` sums in FP32. What only
+    steers streams and buffers of the old package is accepted, and has no effect.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ def flat_dist_call(
 ) -> None:
     """Give `tensors` to a collective `call` as one flat tensor a dtype; `all_reduce` averages."""
     for group in _by_type(tensors):
-        flat = _flatten_dense_tensors(group)
+        flat = flatten(group)
         call(flat, *(extra_args or ()))
         if call is dist.all_reduce:
             flat /= dist.get_world_size()
-        for tensor, value in zip(group, _unflatten_dense_tensors(flat, group), strict=True):
+        for tensor, value in zip(group, unflatten(flat, group), strict=True):
             tensor.copy_(value)
 
 
@@ -123,21 +123,23 @@ def _average_hook(
     if not in_float and divides and predivide == 1.0:
         return None
 
-    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
+    def average(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer: torch.Tensor = bucket.buffer()
         wide = buffer.float() if in_float else buffer
         rest = dist.get_world_size() / predivide if divides else 1.0
         work = dist.all_reduce(wide / predivide if divides else wide, async_op=True)
 
         def finish(future: torch.futures.Future[Any]) -> torch.Tensor:
-            total = future.value()
+            total: Any = future.value()
             total = total[0] if isinstance(total, (list, tuple)) else total
-            return buffer.copy_(total / rest)
+            buffer.copy_(total / rest)
+            return buffer
 
-        return work.get_future().then(finish)
+        averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
+        return averaged
 
     # torch compares these with the types themselves, and takes no names of types.
     average.__annotations__.update(
-        {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        {"bucket": vars(dist)["GradBucket"], "return": torch.futures.Future[torch.Tensor]}
     )
     return average

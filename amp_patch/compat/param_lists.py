@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from amp_patch.compat.flat_tensors import flatten, unflatten
 from amp_patch.errors import AmpError
 
 Tensors = Sequence[torch.Tensor]
@@ -40,7 +40,7 @@ def prep_master(parameters: Tensors, flat_master: bool) -> list[torch.Tensor]:
         return [nn.Parameter(p.detach().clone().float()) for p in parameters]
     if not parameters:
         return []
-    return [nn.Parameter(_flatten_dense_tensors([p.detach() for p in parameters]).float())]
+    return [nn.Parameter(flatten([p.detach() for p in parameters]).float())]
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copy the gradients of a model to its masters, in FP32."""
     if flat_master:
-        flat = _flatten_dense_tensors([_gradient(p) for p in model_params])
+        flat = flatten([_gradient(p) for p in model_params])
         master_params[0].grad = flat.to(master_params[0].dtype)
         return
     for parameter, master in zip(model_params, master_params, strict=True):
@@ -63,7 +63,7 @@ def master_params_to_model_params(
     """Round the masters into the model."""
     values = master_params
     if flat_master:
-        values = _unflatten_dense_tensors(master_params[0].detach(), model_params)
+        values = unflatten(master_params[0].detach(), model_params)
     for parameter, value in zip(model_params, values, strict=True):
         parameter.copy_(value)
 

@@ -30,11 +30,13 @@ def add_command(subparsers: Any) -> None:
         "--opt-level",
         choices=tuple(OPT_LEVELS),
         metavar="LEVEL",
-        help="the level in place of what the script asks for; what it says of the properties of its "
-        "own level is left out",
+        help="the level in place of the script's own; what the script says of the properties of "
+        "its level is left out",
     )
     parser.add_argument(
-        "--report", metavar="FILE", help="write level, steps, skips, scales and time in casts as JSON"
+        "--report",
+        metavar="FILE",
+        help="write level, steps, skips, scales and time in casts as JSON",
     )
     parser.add_argument(
         "-m",

@@ -43,17 +43,14 @@ class LossScaler:
             )
         else:
             scaler = Scaler.static(float(loss_scale))
-        self._take(scaler)
-
-    def _take(self, scaler: Scaler) -> None:
         self._scaler = scaler
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     @classmethod
     def of(cls, scaler: Scaler) -> Self:
         """The face of `scaler`."""
-        face = cls.__new__(cls)
-        face._take(scaler)
+        face = cls(1.0)
+        vars(face)["_scaler"] = scaler
         return face
 
     def loss_scale(self) -> float:
@@ -126,7 +123,7 @@ class LossScaler:
         self._overflow_buf.zero_()
 
     def update_scale(self) -> bool:
-        """Account for one iteration, by `_has_overflow` or what is in `_overflow_buf`. Synchronises.
+        """Account for one iteration, by `_has_overflow` or `_overflow_buf`. Synchronises.
 
         For loops that check gradients by themselves: `scale_loss` has done it already. Returns
         whether the step should be skipped.

@@ -45,7 +45,7 @@ class _Source(NamedTuple):
 
 
 def run_as_main(settings: RunSettings, arguments: Sequence[str]) -> None:
-    """Run the script of `settings` with `arguments`. What it raises, SystemExit too, passes through.
+    """Run the script of `settings` with `arguments`. What it raises passes through.
 
     The names of apex, `sys.argv`, `sys.path` and `__main__` are put back at the end.
     """
@@ -100,7 +100,8 @@ def find_source(settings: RunSettings) -> _Source:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError:
         spec = None
-    code = spec.loader.get_code(spec.name) if spec and hasattr(spec.loader, "get_code") else None
+    get_code = getattr(spec and spec.loader, "get_code", None)
+    code = get_code(spec.name) if spec and get_code else None
     if spec is None or code is None:
         raise NoScriptError(f"run: expected a module that can be run, found {name!r}")
     return _Source(code, str(spec.origin), spec.name.rpartition(".")[0])

@@ -12,8 +12,8 @@ _MARKS = ("_amp_stash", "_lazy_init_maybe_master_weights", "_amp_state")
 
 @dataclass
 class Uses:
-    """Local names that stand for something of apex, and the dotted paths in apex that each of them is
-    used for; all names; private attributes that scripts ask optimizers for.
+    """What local names stand for in apex, and the paths in apex that each of them is used for; all
+    names; private attributes that are asked of optimizers.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)

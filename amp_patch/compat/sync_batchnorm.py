@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from amp_patch.errors import AmpError
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group, with a gradient. A collective call both ways."""
+    """The sum of a tensor over the ranks of a group, with a gradient. Collective both ways."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -23,17 +25,23 @@ class _SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+def _sum_over_ranks(own: torch.Tensor, group: Any) -> torch.Tensor:
+    total: torch.Tensor = _SumOverRanks.apply(own, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class SyncBatchNorm(_BatchNorm):
     """What `torch.nn.SyncBatchNorm` computes, on a CPU too, and with the last options of apex.
 
-    No subclass of that, which DistributedDataParallel refuses on a CPU. With `channel_last` the channels are the last dimension of the input. With `fuse_relu` a ReLU
-    follows; `z` is added before it. Statistics are taken in FP32 (float64 stays).
+    No subclass of that, which DistributedDataParallel refuses on a CPU. With `channel_last` the
+    channels are the last dimension of the input. With `fuse_relu` a ReLU follows; `z` is added
+    before it. Statistics are taken in FP32 (float64 stays).
     """
 
     def __init__(
@@ -65,7 +73,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             result = result + z
         return F.relu(result) if self.fuse_relu else result
 
-    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+    def _check_non_zero_input_channels(self, input: torch.Tensor) -> None:  # noqa: A002
+        if not input.size(1):
+            raise AmpError("SyncBatchNorm: expected one channel or more, found none")
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
@@ -91,11 +101,11 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         group = self.process_group or dist.group.WORLD
         dims = [dim for dim in range(source.dim()) if dim != 1]
         own = torch.full((1,), source.numel() // source.size(1), dtype=wide.dtype)
-        sums = _SumOverRanks.apply(torch.cat([own, wide.sum(dims)]), group)
+        sums = _sum_over_ranks(torch.cat([own, wide.sum(dims)]), group)
         count = sums[0].detach()
         mean = sums[1:] / count
         centred = wide - mean.view([1, -1] + [1] * (source.dim() - 2))
-        variance = _SumOverRanks.apply(centred.square().sum(dims), group) / count
+        variance = _sum_over_ranks(centred.square().sum(dims), group) / count
         return mean, variance, int(count.item())
 
     @torch.no_grad()
@@ -126,9 +136,7 @@ def convert_syncbn_model(
     >>> type(convert_syncbn_model(model)[1]).__name__
     'SyncBatchNorm'
     """
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(
-        module, nn.modules.instancenorm._InstanceNorm
-    ):
+    if isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm):
         return _converted(module, process_group, channel_last=channel_last)
     for name, child in module.named_children():
         setattr(module, name, convert_syncbn_model(child, process_group, channel_last))
@@ -138,7 +146,7 @@ def convert_syncbn_model(
 def create_syncbn_process_group(group_size: int) -> Any:
     """The group of `group_size` neighbouring ranks that this rank is in; None for all of them."""
     world = dist.get_world_size()
-    if group_size == 0 or group_size == world:
+    if group_size in (0, world):
         return None
     if group_size < 0 or world % group_size:
         raise AmpError(

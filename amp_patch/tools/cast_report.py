@@ -33,6 +33,12 @@ class Place(NamedTuple):
     module: str
     rule: str
 
+    @property
+    def function(self) -> str:
+        """The operation as `resolve_rules` takes it: "torch.nn.functional.linear"."""
+        prefix = "torch.nn.functional." if self.operation.startswith("F.") else "torch."
+        return prefix + self.operation.removeprefix("F.")
+
 
 @dataclass
 class CastRecord:

@@ -26,6 +26,16 @@ def add_command(commands: Any) -> None:
         "table and a verdict, and write a picture, a page or JSON. Time, memory, losses, "
         "gradients beside those of O0, and what of them float16 could not hold.",
     )
+    _add_what_to_train(parser)
+    _add_how_much(parser)
+    for name, text in (("html", "a page"), ("plot", "a picture"), ("json", "the figures")):
+        parser.add_argument(
+            f"--{name}", type=writable_file, metavar="FILE", help=f"write {text} to FILE"
+        )
+    parser.set_defaults(run=run)
+
+
+def _add_what_to_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "build",
         nargs="?",
@@ -47,6 +57,9 @@ def add_command(commands: Any) -> None:
         "or the mean squared error against the targets of (inputs, targets)",
     )
     parser.add_argument("--demo", action="store_true", help="compare on scikit-learn's digits")
+
+
+def _add_how_much(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--levels",
         type=opt_levels,
@@ -69,11 +82,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--isolate", action="store_true", help="run each level in a process of its own"
     )
-    for name, text in (("html", "a page"), ("plot", "a picture"), ("json", "the figures")):
-        parser.add_argument(
-            f"--{name}", type=writable_file, metavar="FILE", help=f"write {text} to FILE"
-        )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

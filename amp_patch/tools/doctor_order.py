@@ -35,7 +35,6 @@ def check_stored_functions(patient: Patient) -> Iterator[Finding]:
 
 def check_order(patient: Patient) -> Iterator[Finding]:
     """Model, optimizer and scheduler belong together, and are built in that order in FP32."""
-    parameters = {id(p) for p in patient.model.parameters()}
     half = [path for path, p in patient.model.named_parameters() if p.dtype in HALF_DTYPES]
     if half:
         yield Finding(
@@ -53,8 +52,13 @@ def check_order(patient: Patient) -> Iterator[Finding]:
             "has lazy parameters",
             "run one forward pass before the optimizer is built",
         )
-    if patient.optimizer is None:
-        return
+    if patient.optimizer is not None:
+        yield from _optimizer_findings(patient)
+        yield from _scheduler_findings(patient)
+
+
+def _optimizer_findings(patient: Patient) -> Iterator[Finding]:
+    parameters = {id(p) for p in patient.model.parameters()}
     name = type(patient.optimizer).__name__
     held = [p for group in patient.optimizer.param_groups for p in group["params"]]
     strangers = sum(id(p) not in parameters for p in held)
@@ -76,7 +80,6 @@ def check_order(patient: Patient) -> Iterator[Finding]:
             f"does not hold {left} weights that require gradients",
             "add them, or freeze them by requires_grad_(False)",
         )
-    yield from _scheduler_findings(patient)
 
 
 def _scheduler_findings(patient: Patient) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.api import initialize, uninitialize
+from amp_patch.api import uninitialize
 from amp_patch.arguments import check_count
+from amp_patch.casts.presets import resolve_rules
 from amp_patch.errors import AmpError
 from amp_patch.policy import OPT_LEVELS, parse_opt_level
 from amp_patch.tools.bisection import smallest_subset
@@ -21,8 +21,12 @@ from amp_patch.tools.level_runs import Probe, probe
 from amp_patch.tools.record_casts import record_casts
 from amp_patch.tools.tuning import Measurement, Tuning
 
-OPERATIONS = "float_operations"  # the keyword of `initialize` for operations kept in FP32
-MODULES = "keep_fp32"
+_IN_HALF = frozenset({"HALF"})
+_IN_FLOAT = frozenset({"FLOAT", "FLOAT_THROUGHOUT", "NORM", "BANNED"})
+# What a model can raise where an operation has no kernel for half.
+_NO_KERNEL = (NotImplementedError, RuntimeError, TypeError)
+
+Arguments = Callable[[list[str]], dict[str, Any]]
 
 
 def tune(
@@ -32,6 +36,7 @@ def tune(
     tolerance: float = 0.05,
     *,
     opt_level: str = "O2",
+    most_in_half: bool = False,
     count: int = 1,
     seed: int = 0,
 ) -> Tuning:
@@ -47,6 +52,8 @@ def tune(
         build, batches, loss: as `compare` takes them.
         tolerance: the largest relative error that is allowed.
         opt_level: the level to start from.
+        most_in_half: at O1 and O4, let the operations that the rules compute in FP32 run in half,
+            all but those that have to stay.
         count: batches to measure on; the worst one counts.
         seed: of the random numbers, as in `compare`.
 
@@ -62,13 +69,17 @@ def tune(
     level = OPT_LEVELS[parse_opt_level(opt_level)]
     if not (level.casts_model or level.patch_torch_functions):
         raise AmpError("tune: expected a level with half precision, found O0; nothing is to tune")
+    if most_in_half and level.casts_model:
+        raise AmpError(f"most_in_half: expected 'O1' or 'O4', found {opt_level!r}")
     check_count("count", count, minimum=1)
     if not isinstance(tolerance, (int, float)) or not 0 < tolerance < math.inf:
         raise AmpError(f"tolerance: expected a number above 0, found {tolerance!r}")
     refuse_open_session("tune")
     job = Job(build, batches, loss).with_lasting_batches(count)
     search = _Search(job, opt_level, tolerance, count, seed)
-    return search.over_modules() if level.casts_model else search.over_operations()
+    if level.casts_model:
+        return search.over_modules()
+    return search.over_operations(most_in_half=most_in_half)
 
 
 class _Search:
@@ -79,74 +90,70 @@ class _Search:
         self._count = count
         self._seed = seed
         self._measured: dict[tuple[str, ...], Measurement] = {}
+        self._moved: list[str] = []
         self._reference = self._probes(Variant.of("O0"))
 
     def over_modules(self) -> Tuning:
         """Keep as few modules as possible."""
-        if self._is_enough(MODULES, []):
-            return self._result(MODULES, [], is_within=True)
+        arguments = functools.partial(_keep_modules, self._opt_level)
+        if self._is_enough(arguments, []):
+            return self._result(arguments, [], is_within=True)
         model = self._job.built(self._seed).model
         top = _children(model, "")
-        if not top or not self._is_enough(MODULES, top):
-            whole = ["*"]  # all modules below the outermost one
-            return self._result(MODULES, whole if top else [], is_within=False)
-        kept = smallest_subset(top, functools.partial(self._is_enough, MODULES))
-        return self._result(MODULES, self._refined(model, kept), is_within=True)
+        if not top or not self._is_enough(arguments, top):
+            return self._result(arguments, top, is_within=False)
+        kept = smallest_subset(top, functools.partial(self._is_enough, arguments))
+        return self._result(arguments, self._refined(model, arguments, kept), is_within=True)
 
-    def over_operations(self) -> Tuning:
+    def over_operations(self, *, most_in_half: bool) -> Tuning:
         """Keep as few operations as possible."""
-        if self._is_enough(OPERATIONS, []):
-            return self._result(OPERATIONS, [], is_within=True)
-        if OPERATIONS not in inspect.signature(initialize).parameters:
-            raise AmpError(
-                f"tune: {self._opt_level} is outside the tolerance and keeps no module in FP32; "
-                "expected a level that casts the model, as 'O2' or 'O5'"
-            )
-        operations = self._operations_in_half()
-        if not self._is_enough(OPERATIONS, operations):
-            return self._result(OPERATIONS, operations, is_within=False)
-        kept = smallest_subset(operations, functools.partial(self._is_enough, OPERATIONS))
-        return self._result(OPERATIONS, kept, is_within=True)
+        found = self._operations(_IN_FLOAT if most_in_half else _IN_HALF)
+        self._moved = found if most_in_half else []
+        arguments = functools.partial(_keep_operations, self._opt_level, self._moved)
+        if self._is_enough(arguments, []):
+            return self._result(arguments, [], is_within=True)
+        if not found or not self._is_enough(arguments, found):
+            return self._result(arguments, found, is_within=False)
+        kept = smallest_subset(found, functools.partial(self._is_enough, arguments))
+        return self._result(arguments, kept, is_within=True)
 
-    def _refined(self, model: nn.Module, kept: list[str]) -> list[str]:
+    def _refined(self, model: nn.Module, arguments: Arguments, kept: list[str]) -> list[str]:
         """Replace each module by those of its children that are enough, where they are."""
         done: list[str] = []
         ahead = list(kept)
         while ahead:
             path = ahead.pop(0)
             children = _children(model, path)
-            others = done + ahead
-            is_enough = functools.partial(self._is_enough_with, others)
+            is_enough = functools.partial(self._is_enough_with, arguments, done + ahead)
             if children and is_enough(children):
                 ahead = smallest_subset(children, is_enough) + ahead
             else:
                 done.append(path)
         return done
 
-    def _is_enough_with(self, others: list[str], kept: list[str]) -> bool:
-        return self._is_enough(MODULES, [*others, *kept])
+    def _is_enough_with(self, arguments: Arguments, others: list[str], kept: list[str]) -> bool:
+        return self._is_enough(arguments, [*others, *kept])
 
-    def _is_enough(self, keyword: str, kept: list[str]) -> bool:
-        return self._measure(keyword, kept).error <= self._tolerance
-
-    def _measure(self, keyword: str, kept: list[str]) -> Measurement:
+    def _is_enough(self, arguments: Arguments, kept: list[str]) -> bool:
         key = tuple(sorted(kept))
         if key not in self._measured:
-            found = self._probes(Variant("", self._arguments(keyword, kept)))
-            errors = [_errors(*pair) for pair in zip(found, self._reference, strict=True)]
-            loss_error = max(one for one, _ in errors)
-            gradient_error = max(one for _, one in errors)
-            self._measured[key] = Measurement(key, loss_error, gradient_error)
-        return self._measured[key]
+            self._measured[key] = Measurement(key, *self._errors(arguments(kept)))
+        return self._measured[key].error <= self._tolerance
+
+    def _errors(self, arguments: Mapping[str, Any]) -> tuple[float, float]:
+        """Those of the loss and of the gradient, on the worst batch."""
+        try:
+            found = self._probes(Variant("", arguments))
+        except _NO_KERNEL:
+            return math.inf, math.inf
+        errors = [_errors(*pair) for pair in zip(found, self._reference, strict=True)]
+        return max(one for one, _ in errors), max(one for _, one in errors)
 
     def _probes(self, variant: Variant) -> list[Probe]:
         return [probe(self._job, variant, self._seed, skipped=i) for i in range(self._count)]
 
-    def _arguments(self, keyword: str, kept: list[str]) -> dict[str, Any]:
-        return {"opt_level": self._opt_level, **({keyword: kept} if kept else {})}
-
-    def _operations_in_half(self) -> list[str]:
-        """The operations that the level runs in half, in the order in which they first ran."""
+    def _operations(self, rules: frozenset[str]) -> list[str]:
+        """The operations that run under one of these rules, in the order of their cost."""
         training = self._job.started(Variant.of(self._opt_level), self._seed)
         try:
             (batch,) = self._job.stream(1)
@@ -154,17 +161,31 @@ class _Search:
                 training.loss(training.model, batch)
         finally:
             uninitialize()
-        in_half = [one.place.operation for one in report.records if one.place.rule == "HALF"]
-        return list(dict.fromkeys(in_half))
+        places = [one.place for one in report.records if one.place.rule in rules]
+        return list(dict.fromkeys(place.function for place in places))
 
-    def _result(self, keyword: str, kept: list[str], *, is_within: bool) -> Tuning:
+    def _result(self, arguments: Arguments, kept: list[str], *, is_within: bool) -> Tuning:
         return Tuning(
-            self._arguments(keyword, kept),
+            arguments(kept),
             tuple(kept),
             self._tolerance,
             is_within,
             tuple(self._measured.values()),
+            tuple(one for one in self._moved if one not in kept),
         )
+
+
+def _keep_modules(opt_level: str, kept: list[str]) -> dict[str, Any]:
+    return {"opt_level": opt_level, **({"keep_fp32": kept} if kept else {})}
+
+
+def _keep_operations(opt_level: str, moved: list[str], kept: list[str]) -> dict[str, Any]:
+    """Of `moved`, which would be half, `kept` stay as they are; others are forced to FP32."""
+    half = [one for one in moved if one not in kept]
+    forced = [] if moved else kept
+    if not half and not forced:
+        return {"opt_level": opt_level}
+    return {"opt_level": opt_level, "cast_rules": resolve_rules(half=half, float=forced)}
 
 
 def _children(model: nn.Module, path: str) -> list[str]:

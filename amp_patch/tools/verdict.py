@@ -67,16 +67,27 @@ def _on_the_best(best: Standing, baseline: str, spread: float) -> str:
 
 
 def _on_the_rest(rest: Sequence[Standing], spread: float) -> str:
-    faults = {one.label: _fault(one, spread) for one in rest}
-    bad = "; ".join(f"{label} {fault}" for label, fault in faults.items() if fault)
-    good = [label for label, fault in faults.items() if not fault]
     if not rest:
         return "No other level was run."
-    if not bad:
-        return f"{_listed(good)} train{'s' if len(good) == 1 else ''} as well, but no faster."
-    return (
-        f"{bad}; {_listed(good)} stay{'s' if len(good) == 1 else ''} inside." if good else f"{bad}."
-    )
+    faults = [(one, _fault(one, spread)) for one in rest]
+    sound = [one for one, fault in faults if not fault]
+    slow = [one for one in sound if _ratio(one) > 1 + SAME_TIME and one.step_ratio is not None]
+    clauses = [f"{one.label} {fault}" for one, fault in faults if fault]
+    inside = [one.label for one in sound if one not in slow]
+    if inside:
+        clauses.append(f"{_listed(inside)} {_verb('stay', inside)} inside it too")
+    if slow:
+        names = [one.label for one in slow]
+        most = f"{'up to ' if len(slow) > 1 else ''}{max(map(_ratio, slow)):.1f} times as long"
+        clauses.append(
+            f"{_listed(names)} {_verb('do', names)} too, but {_verb('take', names)} {most}"
+        )
+    return "; ".join(clauses) + "."
+
+
+def _verb(verb: str, subjects: Sequence[str]) -> str:
+    one = {"do": "does"}.get(verb, f"{verb}s")
+    return one if len(subjects) == 1 else verb
 
 
 def _fault(standing: Standing, spread: float) -> str:
