@@ -190,9 +190,9 @@ def stored_references() -> list[references.StoredReference]:
     """Functions that objects took from torch before `initialize`, and that are so never cast.
 
     `initialize` rebinds names in modules of Python and attributes in the models it is given. Not
-    these: attributes of other objects and of classes, entries of containers, defaults, closures. Take them anew after
-    `initialize`, or call the function by its name. Walks all objects of the process: slow. Empty
-    where no casts are active.
+    these: attributes of other objects and of classes, entries of containers, defaults, closures.
+    Take them anew after `initialize`, or call the function by its name. Walks all objects of the
+    process: slow. Empty where no casts are active.
 
         >>> import torch
         >>> import amp_patch as amp

@@ -100,14 +100,7 @@ class Session:
             raise
         self.scalers.add(group)
         if setup.is_verbose:
-            logger.info(
-                "%s: %d model(s), %d optimizer(s), %s, loss scale %s",
-                setup.policy.opt_level,
-                len(models),
-                len(optimizers),
-                setup.policy.half_dtype,
-                setup.policy.loss_scale,
-            )
+            logger.info("%s for %d model(s)", setup.policy, len(models))
 
     def leave_alone(self, optimizers: Iterable[Any]) -> None:
         """Let `scale_loss` and the others do nothing for `optimizers`, instead of refusing them."""

@@ -23,11 +23,9 @@ from amp_patch.slot import slot
 LEVELS = ["O1", "O4"]
 
 
-class NoCache(CastCache):
-    """Casts every weight afresh at every use."""
-
-    def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        return weight.to(dtype)
+def cast_afresh(cache: CastCache, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """In place of `CastCache.cast`: casts every weight at every use."""
+    return weight.to(dtype)
 
 
 class Run:
@@ -220,16 +218,22 @@ SEQUENCES = st.lists(
 )
 
 
-def run_with(cache: CastCache, opt_level: str, names: list[str], seed: int = 0) -> list[Any]:
-    run = Run(opt_level, seed)
-    assert slot.session is not None
-    slot.session.context.cache = cache
-    for position, name in enumerate(names):
-        torch.manual_seed(position)
-        ACTIONS[name](run)
-    found = run.end()
-    amp.uninitialize()
+def run_with(cast: Any, opt_level: str, names: list[str]) -> list[Any]:
+    """What the actions give with `cast` as the method of the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CastCache, "cast", cast)
+        run = Run(opt_level, seed=0)
+        for position, name in enumerate(names):
+            torch.manual_seed(position)
+            ACTIONS[name](run)
+        found = run.end()
+        amp.uninitialize()
     return found
+
+
+def assert_same_without_the_cache(opt_level: str, names: list[str]) -> None:
+    found = run_with(CastCache.cast, opt_level, names)
+    assert_identical(found, run_with(cast_afresh, opt_level, names))
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
@@ -239,7 +243,7 @@ def test_a_run_with_the_cache_is_the_run_without_it_bit_for_bit(
     opt_level: str, sequence: list[tuple[str, str]]
 ) -> None:
     names = [name for pair in sequence for name in pair] + ["forward"]
-    assert_identical(run_with(CastCache(), opt_level, names), run_with(NoCache(), opt_level, names))
+    assert_same_without_the_cache(opt_level, names)
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -248,20 +252,17 @@ def test_every_action_between_forwards_is_seen(action: str) -> None:
         *("part_alone_without_gradients", "forward", "plain_backward", "part_alone", action),
         *("part_alone_without_gradients", action, "part_alone", "forward", "plain_backward"),
     ]
-    assert_identical(run_with(CastCache(), "O4", names), run_with(NoCache(), "O4", names))
+    assert_same_without_the_cache("O4", names)
 
 
 def test_the_property_can_fail() -> None:
-    class StaleCache(CastCache):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept: dict[int, torch.Tensor] = {}
+    kept: dict[int, torch.Tensor] = {}
 
-        def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-            return self.kept.setdefault(id(weight), weight.to(dtype))
+    def cast_once(cache: CastCache, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        return kept.setdefault(id(weight), weight.to(dtype))
 
     names = ["forward", "add_through_data", "forward"]
-    stale, true = run_with(StaleCache(), "O4", names), run_with(NoCache(), "O4", names)
+    stale, true = run_with(cast_once, "O4", names), run_with(cast_afresh, "O4", names)
     assert not torch.equal(stale[2], true[2])
 
 

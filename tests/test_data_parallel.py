@@ -37,11 +37,11 @@ def replicate(model: nn.Module, copies: int) -> list[nn.Module]:
     As there, the weights of a replica are plain attributes and no leaves.
     """
     modules = list(model.modules())
-    twins = [[one._replicate_for_data_parallel() for one in modules] for _ in range(copies)]  # noqa: SLF001 (as torch does)
+    twins = [[one._replicate_for_data_parallel() for one in modules] for _ in range(copies)]
     for number, module in enumerate(modules):
         for name, child in module.named_children():
             for own in twins:
-                own[number]._modules[name] = own[modules.index(child)]  # noqa: SLF001 (as torch does)
+                own[number]._modules[name] = own[modules.index(child)]
         for name, weight in module.named_parameters(recurse=False):
             for own, twin in zip(twins, Broadcast.apply(weight, copies), strict=True):
                 setattr(own[number], name, twin)

@@ -249,9 +249,7 @@ def test_overflow_is_forgotten_by_asking() -> None:
 
 def test_check_that_was_delayed_is_made_when_the_step_asks() -> None:
     window, scaler = GradientWindow(), LossScaler.dynamic(min_scale=1.0, max_scale=2.0**24)
-    check = OverflowCheck(
-        scaler, [[torch.tensor(1.0)]], skip_together=True, sync_overflow=False
-    )
+    check = OverflowCheck(scaler, [[torch.tensor(1.0)]], skip_together=True, sync_overflow=False)
     window.unchecked.append((check, 0))
     assert window.take_overflow() is True
     assert scaler.scale == 2.0**15

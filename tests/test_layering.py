@@ -14,63 +14,75 @@ import amp_patch as amp
 PACKAGE = "amp_patch"
 ROOT = Path(amp.__file__).parent
 
-# From the ground up. A module imports from the layers below its own only; `compat.*` stands for
+# From the ground up. A module imports from the layers below its own only; `tools.*` stands for
 # every module of that folder that has no place of its own. `__init__` is what users import.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "version"}),
     frozenset(
         {
-            "arguments",
             "casts.follows",
             "casts.patcher",
             "casts.spellings",
+            "errors",
             "hooks",
             "scaling.gradients",
-            "scaling.loss_scaler",
             "scaling.overflow_report",
             "scaling.ranks",
             "structures",
-            "weights.exclusions",
+            "version",
             "weights.param_pairs",
         }
     ),
-    frozenset({"casts.rules", "parsing", "scaling.overflow_check"}),
-    frozenset({"casts.presets", "policy"}),
     frozenset(
         {
-            "casts.arguments",
-            "casts.cache",
-            "scaling.gradient_window",
-            "scaling.optimizer_state",
-            "scaling.scaler_groups",
+            "casts.rules",
+            "casts.watch",
+            "scaling.gradient_lists",
+            "scaling.loss_scaler",
+            "weights.exclusions",
             "weights.master_weights",
             "weights.running_statistics",
         }
     ),
-    frozenset({"casts.context", "casts.watch", "weights.checkpoints"}),
+    frozenset({"casts.presets", "parsing", "scaling.overflow_check", "weights.checkpoints"}),
+    frozenset({"arguments", "policy", "scaling.gradient_window"}),
     frozenset(
         {
-            "casts.casters",
+            "call_setup",
+            "casts.arguments",
+            "casts.cache",
+            "scaling.optimizer_state",
+            "scaling.scaler_groups",
+        }
+    ),
+    frozenset({"casts.context"}),
+    frozenset(
+        {
+            "casts.safeguards",
             "casts.scopes",
-            "casts.surroundings",
+            "casts.scripting",
             "casts.user_functions",
+            "scaling.optimizer_binding",
             "weights.model_casting",
         }
     ),
     frozenset(
         {
-            "casts.wrappers",
-            "scaling.optimizer_binding",
+            "casts.casters",
+            "casts.surroundings",
+            "scaling.scaled_loss",
             "weights.model_binding",
             "weights.model_checks",
         }
     ),
-    frozenset({"casts.references", "scaling.scaled_loss", "session"}),
+    frozenset({"casts.wrappers"}),
+    frozenset({"casts.references"}),
+    frozenset({"casts.installation"}),
+    frozenset({"session"}),
     frozenset({"slot"}),
-    frozenset({"api", "state", "training"}),
+    frozenset({"api", "casting", "state", "training"}),
     frozenset({"__init__"}),
     frozenset({"tools.digits", "tools.level_table", "tools.machine"}),
-    frozenset({"compat.*", "tools.*"}),
+    frozenset({"tools.*"}),
     frozenset({"__main__"}),
 )
 WITHOUT_TORCH = ("casts.patcher", "scaling.loss_scaler")

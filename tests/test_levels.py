@@ -295,7 +295,7 @@ class CastCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_cast = func is torch.ops.aten._to_copy.default  # noqa: SLF001 (its only name)
+        is_cast = func is torch.ops.aten._to_copy.default
         if is_cast and kwargs.get("dtype") in (torch.float16, torch.bfloat16):
             name = self.names.get(args[0].data_ptr())
             if name is not None:

@@ -304,7 +304,9 @@ class Coder(nn.Module):
 
 
 @EVERY
-def test_parts_and_other_methods_take_fp32_inputs_where_operations_are_patched(opt_level: str) -> None:
+def test_parts_and_methods_take_fp32_inputs_where_operations_are_patched(
+    opt_level: str,
+) -> None:
     model = Coder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=opt_level, patch_torch_functions=True)

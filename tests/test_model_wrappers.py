@@ -38,7 +38,7 @@ def started(model: nn.Module, opt_level: str, **options: Any) -> tuple[nn.Module
 
 def replica_of(model: nn.Linear, weight: torch.Tensor) -> nn.Module:
     """As nn.DataParallel makes them: a shallow copy whose parameters are plain tensors."""
-    replica = model._replicate_for_data_parallel()  # noqa: SLF001 (what DataParallel calls)
+    replica = model._replicate_for_data_parallel()
     replica.weight, replica.bias = weight, None
     return replica  # type: ignore[no-any-return]
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import amp_patch as amp
-from amp_patch.policy import resolve_policy
 from amp_patch.call_setup import Setup
+from amp_patch.policy import resolve_policy
 from amp_patch.session import Session
 
 FP16, FP32 = torch.float16, torch.float32

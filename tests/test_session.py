@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.call_setup import Setup
 from amp_patch.errors import AmpError, AmpWarning
 from amp_patch.policy import resolve_policy
-from amp_patch.call_setup import Setup
 from amp_patch.session import Session
 from amp_patch.slot import SessionSlot
 

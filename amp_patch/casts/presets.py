@@ -156,6 +156,7 @@ def resolve_rules(
 
     Raises AmpError, for all that is wrong at once.
 
+        >>> import torch
         >>> rules = resolve_rules("torch-cpu", float=["torch.softmax"], leave=[torch.prod])
         >>> [row.rule.name for row in rules if row.qualified_name == "torch:Tensor.softmax"]
         ['FLOAT']

@@ -1,1 +1,0 @@
-"""Old scripts: the names of `apex`, on request only."""
