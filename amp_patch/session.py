@@ -16,16 +16,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_patch.call_setup import Setup
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.installation import Installation
-from amp_patch.casts.patcher import Patcher
 from amp_patch.casts.rules import OP_RULES, OpRule
-from amp_patch.casts.surroundings import meet_torchs_own_amp_and_script
-from amp_patch.casts.watch import watch_weights
 from amp_patch.errors import AmpError, warn
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.optimizer_state import warn_of_vanishing_eps
 from amp_patch.scaling.ranks import ParallelWrappers
 from amp_patch.scaling.scaler_groups import ScalerGroup, ScalerGroups
+from amp_patch.weight_watch import WeightWatch
 from amp_patch.weights.checkpoints import FollowMasters
 from amp_patch.weights.exclusions import Exclusions, find_exclusions
 from amp_patch.weights.master_weights import MasterWeights
@@ -54,12 +52,11 @@ class Session:
         )
         self.casts = Installation(self.context)
         self._rules = OP_RULES
-        self._watch = Patcher()
-        self._is_watching = False
         self._models: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
         self._bindings: weakref.WeakValueDictionary[int, OptimizerBinding] = (
             weakref.WeakValueDictionary()
         )
+        self._watch = WeightWatch(self.context, self._masters, self._bindings)
         self._left_alone: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
 
     def add(self, models: Sequence[nn.Module], optimizers: Sequence[Any], setup: Setup) -> None:
@@ -100,7 +97,8 @@ class Session:
             raise
         self.scalers.add(group)
         if setup.is_verbose:
-            logger.info("%s for %d model(s)", setup.policy, len(models))
+            counts = (len(models), len(optimizers))
+            logger.info("%s: %d model(s), %d optimizer(s)", setup.policy.opt_level, *counts)
 
     def leave_alone(self, optimizers: Iterable[Any]) -> None:
         """Let `scale_loss` and the others do nothing for `optimizers`, instead of refusing them."""
@@ -151,7 +149,7 @@ class Session:
     def renew_casts(self) -> None:
         """Cast as the registrations of the user say by now."""
         if self.casts.is_there:
-            self.casts.remove()
+            self._remove_casts()
             self._adjust_casts()
 
     def _bind(
@@ -242,12 +240,13 @@ class Session:
         policies = [binding.policy for binding in bindings]
         half_dtypes = [policy.half_dtype for policy in policies if policy.patch_torch_functions]
         if half_dtypes and not self.casts.is_there:
+            self._watch.keep(False)  # to be put on top again
             self.casts.install(self._rules)
-        elif not half_dtypes:
-            self.casts.remove()
+        elif not half_dtypes and self.casts.is_there:
+            self._remove_casts()
         if half_dtypes:
             self.context.half_dtype = half_dtypes[-1]  # of the newest model
-        self._adjust_watch(any(policy != OPT_LEVELS["O0"] for policy in policies))
+        self._watch.keep(any(policy != OPT_LEVELS["O0"] for policy in policies))
         for model, binding in models:
             self.casts.reach_into(model)
             binding.scope(model, self.context, are_casts_installed=bool(half_dtypes))
@@ -262,37 +261,11 @@ class Session:
                 "casts around operations hold for the whole process; pass the same cast_rules"
             )
         self._rules = rules
+        self._remove_casts()
+
+    def _remove_casts(self) -> None:
+        self._watch.keep(False)  # it was put on top
         self.casts.remove()
-
-    def _adjust_watch(self, is_wanted: bool) -> None:
-        if is_wanted and not self._is_watching:
-            watch_weights(self._watch, self)
-            meet_torchs_own_amp_and_script(self._watch, self.context)
-        elif not is_wanted:
-            self._watch.restore()
-        self._is_watching = is_wanted
-
-    def on_data_taken(self, parameter: torch.Tensor) -> None:
-        """Told by the watch: `parameter.data` may be written to."""
-        self.context.cache.discard(parameter)
-        self._masters.distrust(parameter)
-
-    def on_data_set(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Told by the watch: `parameter.data` is assigned to."""
-        self.on_data_taken(parameter)
-        return self._masters.accepted(parameter, value)
-
-    def on_step(self) -> None:
-        """Told by the watch: some optimizer has stepped."""
-        self.context.cache.clear()
-
-    def on_zero_grad(self, module: nn.Module) -> None:
-        """Told by the watch: the user clears gradients through a model, not the optimizer."""
-        ids = {id(parameter) for parameter in module.parameters()}
-        self._masters.clear_gradients(module.parameters())
-        for binding in list(self._bindings.values()):
-            if binding.holds_only(ids):
-                binding.zero()
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -353,7 +353,7 @@ def test_a_patch_that_fails_leaves_nothing_behind(
     give_gradients(model)
     before = snapshot(model, optimizer)
     compare = state_before(model, [optimizer])
-    monkeypatch.setattr("amp_patch.casts.wrappers.OP_RULES", (*OP_RULES, FAILING_PATCH))
+    monkeypatch.setattr("amp_patch.casts.presets.OP_RULES", (*OP_RULES, FAILING_PATCH))
     with pytest.raises(TypeError):
         amp.initialize(model, optimizer, opt_level=opt_level, patch_torch_functions=True)
     compare()
