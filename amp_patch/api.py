@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from amp_patch.arguments import (
-    check_count,
+    checked_count,
     checked_models,
     checked_names,
     checked_optimizers,
@@ -114,8 +114,8 @@ def initialize(
         skip_together=skip_together,
         sync_overflow=sync_overflow,
     )
-    check_count("num_losses", num_losses, minimum=1)
-    check_count("verbosity", verbosity, minimum=0)
+    num_losses = checked_count("num_losses", num_losses, minimum=1)
+    verbosity = checked_count("verbosity", verbosity, minimum=0)
     setup = Setup(
         policy,
         num_losses,

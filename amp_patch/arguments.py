@@ -12,6 +12,8 @@ from amp_patch.casts.presets import resolve_rules
 from amp_patch.casts.rules import OpRule
 from amp_patch.errors import AmpError
 
+_MOST = 10_000
+
 
 def as_list(one_or_many: Any) -> list[Any]:
     """One object or a list of them, as a list."""
@@ -67,10 +69,16 @@ def checked_rules(rules: Any) -> tuple[OpRule, ...]:
     return found
 
 
-def check_count(name: str, value: Any, minimum: int) -> None:
-    """Refuse anything but an integer of at least `minimum`."""
-    if not isinstance(value, int) or value < minimum:
-        raise AmpError(f"{name}: expected an integer of at least {minimum}, found {value!r}")
+def checked_count(name: str, value: Any, minimum: int) -> int:
+    """An integer of at least `minimum`, also from a string."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or not minimum <= value <= _MOST:
+        at_most = f" and at most {_MOST}" if isinstance(value, int) and value > _MOST else ""
+        raise AmpError(
+            f"{name}: expected an integer of at least {minimum}{at_most}, found {value!r}"
+        )
+    return value
 
 
 def checked_names(name: str, names: Any) -> frozenset[str]:

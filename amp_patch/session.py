@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -135,6 +136,16 @@ class Session:
             f"{caller}: expected an optimizer that went through amp.initialize, found a "
             f"{type(optimizer).__name__} that did not (a copy or a new one?); pass it to initialize"
         )
+
+    def bindings_beside(self, bindings: Sequence[OptimizerBinding]) -> list[OptimizerBinding]:
+        """The other optimizers that train in this thread."""
+        thread = threading.get_ident()
+        for binding in bindings:
+            binding.thread = thread
+        if len(self._bindings) == len(bindings):
+            return []
+        others = [one for one in list(self._bindings.values()) if one not in bindings]
+        return [one for one in others if one.thread == thread]
 
     def full_precision(self, model: nn.Module, caller: str) -> Any:
         """A context manager in which `model` holds its FP32 values."""

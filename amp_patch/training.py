@@ -58,6 +58,7 @@ def scale_loss(
         >>> amp.uninitialize()
     """
     session = slot.require("scale_loss")
+    session.context.forget_interrupted()
     found = [session.binding_of(one, "scale_loss") for one in as_list(optimizers)]
     bindings = [binding for binding in found if binding is not None]
     if not found and not session.is_idle:
@@ -76,6 +77,7 @@ def scale_loss(
         bindings,
         scaler,
         session.context.cache,
+        session.bindings_beside(bindings),
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )

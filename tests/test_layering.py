@@ -77,6 +77,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"casts.wrappers"}),
     frozenset({"casts.references"}),
     frozenset({"casts.installation"}),
+    frozenset({"weight_watch"}),
     frozenset({"session"}),
     frozenset({"slot"}),
     frozenset({"api", "casting", "state", "training"}),

@@ -41,6 +41,7 @@ def started(opt_level: str, **options: Any) -> tuple[nn.Sequential, Any]:
 # -- masters ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*gave its weights no master:amp_patch.AmpWarning")
 @MASTERED
 def test_a_new_optimizer_after_thawing_goes_on_from_the_exact_masters(opt_level: str) -> None:
     model = net()

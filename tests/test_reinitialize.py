@@ -71,6 +71,7 @@ def test_each_call_has_scalers_of_its_own_and_the_newest_comes_first() -> None:
     assert [one["loss_scale"] for one in amp.state_dict().values()] == [128.0, 2.0**15]
 
 
+@pytest.mark.filterwarnings("ignore:.*gave its weights no master:amp_patch.AmpWarning")
 @pytest.mark.parametrize(("before", "after"), list(permutations(LEVELS, 2)))
 def test_another_level_on_the_same_objects_undoes_the_first_one(before: str, after: str) -> None:
     model, optimizer = new_pair()

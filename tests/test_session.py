@@ -88,6 +88,7 @@ def test_close_puts_everything_back_and_a_second_one_changes_nothing(
         session.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*gave its weights no master:amp_patch.AmpWarning")
 def test_session_can_be_used_again_after_close(session: Session) -> None:
     model, optimizer = make()
     for opt_level in amp.OPT_LEVELS:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,12 @@ class _Scope(NamedTuple):
     owner: object
     outer: _Scope | None
     autocast: tuple[str, ...] = ()  # device types on which `torch.autocast` is off meanwhile
+    frame: FrameType | None = None  # of the forward; a scope whose frame is gone was interrupted
+
+    def detached(self) -> _Scope:
+        """The same scope, wherever it is entered again."""
+        outer = None if self.outer is None else self.outer.detached()
+        return self._replace(frame=None, outer=outer)
 
 
 class CastContext:
@@ -85,17 +93,25 @@ class CastContext:
         with self._within(None if inside is None else inside.outer):
             yield
 
-    def enter(self, owner: object, half_dtype: torch.dtype | None, *, is_cast: bool = True) -> None:
+    def enter(
+        self,
+        owner: object,
+        half_dtype: torch.dtype | None,
+        *,
+        is_cast: bool = True,
+        frame: FrameType | None = None,
+    ) -> None:
         """Begin the scope of `owner`, a model in forward. A user's suspension stays in force.
 
         A model that amp casts does so alone: where it meets `torch.autocast`, that is off inside.
+        `frame` is one that runs as long as the forward; by it an interrupted forward is known.
         """
-        outer = self._scope.get()
+        outer = _without_interrupted(self._scope.get())
         if outer is not None and outer.is_final:
-            self._scope.set(_Scope(None, True, owner, outer))
+            self._scope.set(_Scope(None, True, owner, outer, (), frame))
             return
         autocast = self._switch_autocast_off(outer) if is_cast and outer is not None else ()
-        self._scope.set(_Scope(half_dtype, False, owner, outer, autocast))
+        self._scope.set(_Scope(half_dtype, False, owner, outer, autocast, frame))
 
     def leave(self, owner: object) -> None:
         """End the scope of `owner`, with any inside it that an exception left open.
@@ -138,7 +154,12 @@ class CastContext:
 
     def captured(self) -> Callable[[], AbstractContextManager[None]]:
         """The present scope, to be entered again later, by whoever runs code of now once more."""
-        return functools.partial(self._within, self._scope.get())
+        scope = self._scope.get()
+        return functools.partial(self._within, None if scope is None else scope.detached())
+
+    def forget_interrupted(self) -> None:
+        """Drop scopes of forwards that an interrupt ended, for which torch calls no hooks."""
+        self._scope.set(_without_interrupted(self._scope.get()))
 
     @contextmanager
     def _within(self, scope: _Scope | None) -> Iterator[None]:
@@ -182,6 +203,20 @@ class CastContext:
             self._keeping -= 1
             if not self._keeping:
                 self.cache.clear()
+
+
+def _without_interrupted(scope: _Scope | None) -> _Scope | None:
+    """`scope`, or the innermost around it whose forward is still running."""
+    if scope is None:
+        return None
+    running = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        running.append(frame)
+        frame = frame.f_back
+    while scope is not None and scope.frame is not None and scope.frame not in running:
+        scope = scope.outer
+    return scope
 
 
 def _model_around(scope: _Scope | None) -> _Scope | None:

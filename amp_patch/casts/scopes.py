@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -27,7 +28,7 @@ class _EnterScope(ModelHook):
             return
         if self.known is None or self.known() is not module:
             self._meet(module)
-        self.context.enter(module, self.half_dtype, is_cast=self.is_cast)
+        self.context.enter(module, self.half_dtype, is_cast=self.is_cast, frame=sys._getframe(1))
 
     def _meet(self, module: nn.Module) -> None:
         """Casts of a model that is gone, a copy of one too, would keep its weights alive."""

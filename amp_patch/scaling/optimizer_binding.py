@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import types
 import weakref
 from collections.abc import Callable, Container, Sequence
@@ -49,6 +50,7 @@ class OptimizerBinding:
         self.models = tuple(models)
         self.window = GradientWindow()
         self.step_was_skipped = False
+        self.thread = threading.get_ident()  # in which it trains
         self._optimizer = weakref.ref(optimizer)
         self._masters = masters
         self._context = context

@@ -8,6 +8,7 @@ import torch
 
 from amp_patch.casts.cache import CastCache
 from amp_patch.errors import warn
+from amp_patch.scaling.gradient_window import GradientWindow, Stage
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
@@ -27,6 +28,7 @@ class ScaledLoss:
         bindings: Sequence[OptimizerBinding],
         scaler: LossScaler,
         cache: CastCache,
+        bystanders: Sequence[OptimizerBinding] = (),
         *,
         delay_unscale: bool,
         delay_overflow_check: bool,
@@ -36,6 +38,8 @@ class ScaledLoss:
         self._bindings = bindings
         self._scaler = scaler
         self._cache = cache
+        # Other optimizers whose parameters backward may reach. Their gradients are unscaled too.
+        self._bystanders = () if scaler.is_identity else tuple(bystanders)
         self._delay_unscale = delay_unscale and not scaler.is_identity
         self._delay_overflow_check = delay_overflow_check
 
@@ -46,19 +50,26 @@ class ScaledLoss:
             for binding in self._bindings:
                 binding.before_backward(self._scaler, claimed)
                 opened.append(binding)
-                if len(self._bindings) > 1:
+                if len(self._bindings) > 1 or self._bystanders:
                     claimed.update(id(pair.master) for pair in binding.pairs())
+            ready = [one for one in self._bystanders if one.window.stage is Stage.READY]
+            self._bystanders = ()
+            for binding in ready:
+                binding.before_backward(self._scaler, claimed)
+                self._bystanders = (*self._bystanders, binding)
             return _scaled(self._loss, self._scaler)
         except BaseException:
-            _abandon(opened)
+            _abandon([*opened, *self._bystanders])
             raise
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
             if error is not None:
-                _abandon(self._bindings)
+                _abandon([*self._bindings, *self._bystanders])
                 return
             try:
+                for binding in self._bystanders:
+                    self._unscale_bystander(binding.window)
                 report = self._leave()
             except BaseException:
                 _abandon(self._bindings)
@@ -105,6 +116,15 @@ class ScaledLoss:
             window.will_skip()
             window.settle(keep=not is_dropped)
         return report
+
+    def _unscale_bystander(self, window: GradientWindow) -> None:
+        """An overflow among its gradients matters when it steps, and is looked for then."""
+        verdicts = window.unscale(self._scaler)
+        window.settle(keep=True)
+        if verdicts:
+            own = LossScaler.static(self._scaler.scale)
+            check = OverflowCheck(own, [verdicts], skip_together=True, sync_overflow=False)
+            window.unchecked.append((check, 0))
 
     def _report(self, scale: float) -> OverflowReport | None:
         """A quiet line for what is normal; a diagnosis, once, where no smaller scale can help."""

@@ -27,6 +27,8 @@ class MasterWeights:
 
     def __init__(self) -> None:
         self._casts: Any = WeakTensorKeyDictionary()  # model tensor -> CastTensor
+        self._by_master: Any = WeakTensorKeyDictionary()  # master -> weak CastTensor
+        self._rounded: Any = WeakTensorKeyDictionary()  # model tensors once restored without master
         self._writes_itself = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
@@ -71,7 +73,7 @@ class MasterWeights:
             master.grad = gradient.float()
         elif gradient is not None:
             tensor.grad = gradient.to(dtype)
-        self._casts[tensor] = CastTensor(master, original.dtype, tensor._version)
+        self._remember(tensor, CastTensor(master, original.dtype, tensor._version))
 
     def restore_(self, tensor: torch.Tensor) -> None:
         """Undo `cast_`: the dtype is back, the value that of the master where there is one."""
@@ -84,10 +86,12 @@ class MasterWeights:
         del self._casts[tensor]
         _refresh_(tensor, known)
         master, gradient = known.master, tensor.grad
+        if master is None and known.original_dtype is torch.float32:
+            self._rounded[tensor] = True
         if master is not None and gradient is None:
             gradient = master.grad
         tensor.grad = None
-        full = tensor.data if master is None else master.data
+        full = tensor.data if master is None else master.detach()
         self._set_data(tensor, full.to(known.original_dtype))
         if gradient is not None:
             tensor.grad = gradient.to(known.original_dtype)
@@ -120,6 +124,7 @@ class MasterWeights:
         if known is None:
             known = self._casts[parameter] = CastTensor(None, parameter.dtype, 0)
         known.master = master
+        self._remember(parameter, known)
         known.mark_agreed(parameter)
 
     def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -144,9 +149,24 @@ class MasterWeights:
 
     def distrust(self, tensor: torch.Tensor) -> None:
         """`tensor` may have been written to unseen by any counter: compare it next time."""
+        if self._writes_itself:
+            return
         known = self._casts.get(tensor)
-        if known is not None and not self._writes_itself:
+        if known is not None:
             known.version = -1
+        reference = self._by_master.get(tensor)
+        of_master = None if reference is None else reference()
+        if of_master is not None:
+            of_master.master_version = -1
+
+    def is_rounded(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has lost its FP32 value to an earlier cast without a master."""
+        return tensor in self._rounded
+
+    def _remember(self, tensor: torch.Tensor, known: CastTensor) -> None:
+        self._casts[tensor] = known
+        if known.master is not None:
+            self._by_master[known.master] = weakref.ref(known)
 
     def accepted(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """What to assign where the user assigns `value` to the data of `tensor`.
@@ -230,7 +250,7 @@ class MasterWeights:
         for tensor, known in self._known(tensors):
             _follow_(tensor, known)
             half, tensor.grad = tensor.data, None
-            full = half.to(known.original_dtype) if known.master is None else known.master.data
+            full = half.to(known.original_dtype) if known.master is None else known.master.detach()
             self._set_data(tensor, full)
             rows.append((tensor, known, half))
 
@@ -239,7 +259,7 @@ class MasterWeights:
                 full, tensor.grad = tensor.data, None
                 half.copy_(full)
                 if known.master is not None and full.data_ptr() != known.master.data_ptr():
-                    known.master.data.copy_(full)
+                    known.master.detach().copy_(full)
                 self._set_data(tensor, half)
                 known.mark_agreed(tensor)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ class ModelBinding:
         self._switch = CastSwitch()
         self._patcher = Patcher()
         self._scope = Patcher()
+        self._take_out: Callable[[], None] | None = None  # while the FP32 values are in the model
         self._cast: list[weakref.ref[torch.Tensor]] = []
 
     def bind(
@@ -87,6 +88,7 @@ class ModelBinding:
 
     def release(self) -> None:
         """Give the model back as it was."""
+        self._end_full_precision()
         self._scope.restore()
         self._patcher.restore()
 
@@ -94,13 +96,20 @@ class ModelBinding:
     def full_precision(self, masters: MasterWeights, context: CastContext) -> Iterator[None]:
         """Inside, the model holds its FP32 values and casts nothing."""
         tensors = [one for one in (reference() for reference in self._cast) if one is not None]
-        was_on, self._switch.is_on = self._switch.is_on, False
-        put_back = masters.widen_(tensors) if was_on else None
+        is_outermost = self._take_out is None
+        if is_outermost:
+            self._switch.is_on = False
+            self._take_out = masters.widen_(tensors)
         try:
             with context.suspended():
                 yield
         finally:
-            if put_back is not None:
-                put_back()
-            self._switch.is_on = was_on
+            if is_outermost:
+                self._end_full_precision()
             context.cache.clear()
+
+    def _end_full_precision(self) -> None:
+        take_out, self._take_out = self._take_out, None
+        if take_out is not None:
+            take_out()
+            self._switch.is_on = True

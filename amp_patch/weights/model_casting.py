@@ -122,7 +122,16 @@ def cast_weights(
         and not (policy.keep_batchnorm_fp32 and _keeps_statistics(owned.module))
         and not exclusions.excludes(owned.path)
     ]
-    _warn_of_losses(model, [one for one in chosen if not masters.has_cast(one.tensor)], dtype)
+    fresh = [one for one in chosen if not masters.has_cast(one.tensor)]
+    _warn_of_losses(model, fresh, dtype)
+    if policy.master_weights and any(
+        id(one.tensor) in optimized and masters.is_rounded(one.tensor) for one in fresh
+    ):
+        warn(
+            f"{type(model).__name__} was cast by an earlier initialize that gave its weights no "
+            "master: they are rounded, and masters start from the rounded values; pass model and "
+            "optimizer to initialize together"
+        )
     patcher.on_restore(masters.undo_of(owned.tensor for owned in chosen))
     for owned in chosen:
         has_master = not owned.is_parameter or id(owned.tensor) in optimized

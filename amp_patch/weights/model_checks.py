@@ -30,10 +30,11 @@ def check_model(model: nn.Module, policy: Policy, masters: MasterWeights) -> Non
     for part in model.modules() if policy.casts_model else ():
         if not isinstance(part, nn.DataParallel):
             _refuse_wrapper(part)
-    if policy.casts_model and isinstance(model, torch.jit.ScriptModule):
+    scripted = [one for one in model.modules() if isinstance(one, torch.jit.ScriptModule)]
+    if policy.casts_model and scripted:
         raise AmpError(
-            f"models: {policy.opt_level} expects a module that takes hooks, found the scripted "
-            f"{type(model).__name__}; initialize before torch.jit.script, or use 'O1' or 'O4'"
+            f"models: {policy.opt_level} expects modules that take hooks, found the scripted "
+            f"{type(scripted[0]).__name__}; initialize before torch.jit.script, or use 'O1' or 'O4'"
         )
     for path, tensor, _ in owned_tensors(model):
         _check_tensor(model, path, tensor, policy, masters)

@@ -10,7 +10,7 @@ import torch
 class CastTensor:
     """What is remembered of one tensor of a model that was cast, without holding it."""
 
-    __slots__ = ("holders", "master", "master_version", "original_dtype", "version")
+    __slots__ = ("__weakref__", "holders", "master", "master_version", "original_dtype", "version")
 
     def __init__(
         self, master: torch.Tensor | None, original_dtype: torch.dtype, version: int
