@@ -76,7 +76,9 @@ def test_compiled_model_casts_as_in_eager_mode(backend: str, fullgraph: bool) ->
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_default_backend_casts_as_in_eager_mode() -> None:
+def test_default_backend_casts_as_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With more, the compiler keeps a pool of threads for the rest of the process.
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     model = amp.initialize(Net(), opt_level="O4", verbosity=0)
     x = torch.randn(4, 4)
     found, expected = torch.compile(model)(x), model(x)

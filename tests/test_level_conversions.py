@@ -118,6 +118,7 @@ def test_what_is_saved_is_fp32_with_the_usual_names_at_every_level(before: str, 
     amp.uninitialize()
 
 
+@pytest.mark.filterwarnings("ignore:.*gave its weights no master:amp_patch.AmpWarning")
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_changing_level_within_a_process_keeps_the_loss(opt_level: str) -> None:
     batches = data()

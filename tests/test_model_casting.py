@@ -281,6 +281,6 @@ def test_weights_that_amp_patch_cast_count_with_the_dtype_they_had() -> None:
 @pytest.mark.parametrize("opt_level", ["O2", "O3", "O5"])
 def test_scripted_model_is_refused_where_the_model_is_cast(opt_level: str) -> None:
     model = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(AmpError, match=f"models: {opt_level} expects a module that takes hooks"):
+    with pytest.raises(AmpError, match=f"models: {opt_level} expects modules that take hooks"):
         amp.initialize(model, opt_level=opt_level)
     amp.initialize(model, opt_level="O1", verbosity=0)

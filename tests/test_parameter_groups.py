@@ -199,6 +199,7 @@ LOOPS: dict[str, Loop] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*gave its weights no master:amp_patch.AmpWarning")
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_loop_trains_as_in_fp32(loop: Loop, opt_level: str) -> None:
