@@ -27,14 +27,16 @@ TEST = [
 class SourceDistribution(sdist):
     """The archive has the tests and benchmarks too, which are in no package."""
 
-    def add_defaults(self) -> None:
-        """Add what is not found by itself."""
-        super().add_defaults()
+    def make_distribution(self) -> None:
+        """Add to the list, which setuptools has made by now, what it does not find by itself."""
         self.filelist.extend(["CHANGELOG.md", "pyproject.toml"])
         for folder in ("tests", "benchmarks"):
             for path in sorted((ROOT / folder).iterdir()):
                 if path.suffix in (".py", ".md"):
                     self.filelist.append(str(path.relative_to(ROOT)))
+        self.filelist.sort()
+        self.filelist.remove_duplicates()
+        super().make_distribution()
 
 
 setup(
