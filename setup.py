@@ -11,6 +11,7 @@ from setuptools.command.sdist import sdist
 ROOT = Path(__file__).parent
 
 DEMO = ["rich>=13", "scikit-learn>=1.3"]
+MIGRATE = ["libcst>=1.5"]
 PLOTS = ["matplotlib>=3.8"]
 TEST = [
     "build>=1.2",
@@ -30,7 +31,7 @@ class SourceDistribution(sdist):
     def make_distribution(self) -> None:
         """Add to the list, which setuptools has made by now, what it does not find by itself."""
         self.filelist.extend(["CHANGELOG.md", "pyproject.toml"])
-        for folder in ("tests", "benchmarks"):
+        for folder in ("tests", "tests/apex_scripts", "benchmarks"):
             for path in sorted((ROOT / folder).iterdir()):
                 if path.suffix in (".py", ".md"):
                     self.filelist.append(str(path.relative_to(ROOT)))
@@ -78,7 +79,12 @@ setup(
     # an older one in silence. The classifiers say which versions are meant.
     python_requires=">=3.10",
     install_requires=["torch>=2.6", "wrapt>=2.2"],
-    extras_require={"demo": DEMO, "plots": PLOTS, "test": sorted(TEST + DEMO)},
+    extras_require={
+        "demo": DEMO,
+        "migrate": MIGRATE,
+        "plots": PLOTS,
+        "test": sorted(TEST + DEMO + MIGRATE),
+    },
     cmdclass={"sdist": SourceDistribution},
     zip_safe=False,
 )

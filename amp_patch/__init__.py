@@ -14,6 +14,7 @@ from amp_patch.casting import (
     verify_casts,
 )
 from amp_patch.casts.presets import resolve_rules, rules_table
+from amp_patch.compat.installer import install_as_apex
 from amp_patch.errors import AmpError, AmpWarning
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.scaling.loss_scaler import DynamicLossScale
@@ -49,6 +50,7 @@ __all__ = [
     "grad",
     "half_function",
     "initialize",
+    "install_as_apex",
     "keep_casts",
     "load_state_dict",
     "loss_scale",

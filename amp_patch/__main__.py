@@ -1,4 +1,4 @@
-"""The command line: `python -m amp_patch demo`."""
+"""The command line: `python -m amp_patch demo`, `run` and `migrate`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from amp_patch.compat import migrate_command, run_command
 from amp_patch.errors import AmpError
 from amp_patch.policy import OPT_LEVELS, parse_opt_level
 from amp_patch.version import __version__
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A wrong argument raises SystemExit(2)."""
     options = make_parser().parse_args(arguments)
     try:
-        return run_demo(options)
+        return int(options.run(options))
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -35,7 +36,10 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m amp_patch", description="Mixed precision training in PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"amp_patch {__version__}")
-    add_demo(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_demo(commands)
+    run_command.add_command(commands)
+    migrate_command.add_command(commands)
     return parser
 
 
@@ -79,6 +83,7 @@ def add_demo(commands: Any) -> None:
         metavar="NAME",
         help="where to train, in torch's words (default: %(default)s)",
     )
+    demo.set_defaults(run=run_demo)
 
 
 def run_demo(options: argparse.Namespace) -> int:

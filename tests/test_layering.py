@@ -14,8 +14,9 @@ import amp_patch as amp
 PACKAGE = "amp_patch"
 ROOT = Path(amp.__file__).parent
 
-# From the ground up. A module imports from the layers below its own only; `tools.*` stands for
-# every module of that folder that has no place of its own. `__init__` is what users import.
+# From the ground up. A module imports from the layers below its own only; `tools.*`, or
+# `compat.*`, stands for every module of that folder that has no place of its own. `__init__` is
+# what users import.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
@@ -81,13 +82,44 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"session"}),
     frozenset({"slot"}),
     frozenset({"api", "casting", "state", "training"}),
+    frozenset({"compat.*"}),
+    frozenset(
+        {
+            "compat.amp_state",
+            "compat.cast_rules",
+            "compat.fused_adagrad",
+            "compat.fused_adam",
+            "compat.fused_lamb",
+            "compat.fused_novograd",
+            "compat.fused_sgd",
+            "compat.installer",
+            "compat.parallel",
+            "compat.param_lists",
+            "compat.safe_globals",
+        }
+    ),
+    frozenset({"compat.fp16_optimizer", "compat.frontend", "compat.run_report"}),
+    frozenset({"compat.apex_amp", "compat.flat_fp16_optimizer", "compat.script"}),
     frozenset({"__init__"}),
-    frozenset({"tools.digits", "tools.level_table", "tools.machine"}),
-    frozenset({"tools.*"}),
+    frozenset({"compat.targets", "tools.digits", "tools.level_table", "tools.machine"}),
+    frozenset(
+        {
+            "compat.codemod",
+            "compat.migrate_command",
+            "compat.run_command",
+            "compat.spawned",
+            "tools.*",
+        }
+    ),
     frozenset({"__main__"}),
 )
 WITHOUT_TORCH = ("casts.patcher", "scaling.loss_scaler")
-WRITES_TO_THE_TERMINAL = ("__main__", "tools.")
+WRITES_TO_THE_TERMINAL = (
+    "__main__",
+    "compat.migrate_command",
+    "compat.run_command",
+    "tools.",
+)
 # May import inside a function. Nothing imports `__main__`, so there is no cycle to dodge: it must
 # show its help where the extra packages of a command are not installed.
 IMPORTS_ON_DEMAND = frozenset({"__main__"})

@@ -11,7 +11,7 @@ import pytest
 
 import amp_patch as amp
 
-OPTIONAL = ("matplotlib", "rich", "sklearn")
+OPTIONAL = ("libcst", "matplotlib", "rich", "sklearn")
 IMPORT = """
 import json, sys, time
 import torch
@@ -29,7 +29,7 @@ def test_version_of_the_metadata_is_that_of_the_package() -> None:
 
 def test_extras_are_declared() -> None:
     extras = metadata.metadata("amp_patch").get_all("Provides-Extra") or []
-    assert sorted(extras) == ["demo", "plots", "test"]
+    assert sorted(extras) == ["demo", "migrate", "plots", "test"]
 
 
 def test_plain_install_needs_torch_and_wrapt_only() -> None:

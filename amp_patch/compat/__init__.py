@@ -1,0 +1,1 @@
+"""Old scripts: the names of `apex`, on request only."""

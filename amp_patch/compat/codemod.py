@@ -1,0 +1,238 @@
+"""Rewrite the source of a script that imports apex. Formatting stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import libcst as cst
+
+from amp_patch.compat.replacements import missing_name
+from amp_patch.compat.source_scan import (
+    Uses,
+    apex_path,
+    dotted_name,
+    imported_module,
+    is_of_apex,
+    scan,
+)
+from amp_patch.compat.targets import (
+    AMP,
+    Target,
+    find_target,
+    is_module,
+    longest_known,
+    needs_the_face,
+    star_names,
+)
+
+_MARK = "# amp_patch migrate: "
+_PROBES = ("find_spec", "version", "import_module", "__import__", "distribution")
+
+
+class Migrated(NamedTuple):
+    """The new source, and the comments that were left in it."""
+
+    source: str
+    remarks: list[str]
+    encoding: str
+
+
+def migrate_source(source: str | bytes) -> Migrated:
+    """`source` with its imports of apex rewritten to amp_patch and torch.
+
+    What is not known stays as it is, below a comment that says why. Raises
+    `libcst.ParserSyntaxError` for what is no Python of today.
+
+        >>> print(migrate_source("from apex import amp\\n").source, end="")
+        import amp_patch as amp
+    """
+    module = cst.parse_module(source)
+    uses = scan(module)
+    rewriter = _Rewriter(uses)
+    migrated = module.visit(rewriter)
+    return Migrated(migrated.code, rewriter.remarks, module.encoding)
+
+
+class _Rewriter(cst.CSTTransformer):
+    def __init__(self, uses: Uses) -> None:
+        self.remarks: list[str] = []
+        self._uses = uses
+        self._why_not_plain = sorted({*needs_the_face(uses.paths), *uses.marks})
+        self._is_plain = not self._why_not_plain
+        self._depth = 0
+        self._imported: set[str] = set()  # lines at the top of the module
+
+    # -- expressions -----------------------------------------------------------------------------
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802 (libcst looks for this name)
+        return apex_path(node, self._uses) is None
+
+    def leave_Attribute(  # noqa: N802 (the same)
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        """`apex.parallel.LARC` becomes `amp_patch.compat.larc.LARC`; `amp.initialize` stays."""
+        path = apex_path(original_node, self._uses)
+        local = dotted_name(original_node).partition(".")[0]
+        base = self._uses.aliases.get(local, "")
+        if path is None or find_target(base, is_plain=self._is_plain):
+            return updated_node  # the import binds the name to what it stands for
+        found = longest_known(path, is_plain=self._is_plain)
+        if found is None or not self._can_go(local):
+            return updated_node
+        target, rest = found
+        return cst.parse_expression(f"{target.dotted}.{rest}" if rest else target.dotted)
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:  # noqa: N802 (the same)
+        self._depth += 1
+
+    def leave_IndentedBlock(  # noqa: N802 (the same)
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.BaseSuite:
+        self._depth -= 1
+        return updated_node
+
+    # -- statements ------------------------------------------------------------------------------
+
+    def leave_SimpleStatementLine(  # noqa: N802 (the same)
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
+        statement = original_node.body[0]
+        if isinstance(statement, cst.Import):
+            if not any(is_of_apex(alias.evaluated_name) for alias in statement.names):
+                return updated_node
+            return self._replaced(updated_node, *self._of_import(statement))
+        if isinstance(statement, cst.ImportFrom) and is_of_apex(imported_module(statement)):
+            return self._replaced(updated_node, *self._of_import_from(statement))
+        if _asks_for_apex(original_node):
+            return self._replaced(
+                updated_node, None, ["asks for apex by a string; ask for amp_patch, or for nothing"]
+            )
+        return updated_node
+
+    def _of_import(self, statement: cst.Import) -> tuple[list[str] | None, list[str]]:
+        lines: list[str] = []
+        remarks: list[str] = []
+        for alias in statement.names:
+            name, local = alias.evaluated_name, alias.evaluated_alias
+            if not is_of_apex(name):
+                lines.append(f"import {name} as {local}" if local else f"import {name}")
+            elif not self._can_go(local or name.partition(".")[0]):
+                return None, self._unknown(local or "apex")
+            elif local and find_target(name, is_plain=self._is_plain):
+                lines += self._bound([(name, local)], remarks)
+            else:
+                lines += self._modules_behind(local or "apex")
+        return lines, remarks
+
+    def _of_import_from(self, statement: cst.ImportFrom) -> tuple[list[str] | None, list[str]]:
+        module = imported_module(statement)
+        if isinstance(statement.names, cst.ImportStar):
+            names = star_names(module, self._uses.names - self._uses.aliases.keys())
+            return self._bound([(f"{module}.{name}", name) for name in names], []), []
+        remarks: list[str] = []
+        bound: list[tuple[str, str]] = []
+        lines: list[str] = []
+        for alias in statement.names:
+            path = f"{module}.{alias.evaluated_name}"
+            local = alias.evaluated_alias or alias.evaluated_name
+            if find_target(path, is_plain=self._is_plain):
+                bound.append((path, local))
+            elif is_module(path) and self._can_go(local):
+                lines += self._modules_behind(local)
+            else:
+                remarks += self._unknown(local) if is_module(path) else [missing_name(path)]
+                suffix = f" as {local}" if local != alias.evaluated_name else ""
+                lines.append(f"from {module} import {alias.evaluated_name}{suffix}")
+        return [*self._bound(bound, remarks), *lines], remarks
+
+    def _bound(self, names: Sequence[tuple[str, str]], remarks: list[str]) -> list[str]:
+        """Import lines that bind local names to what paths in apex are now."""
+        lines = []
+        from_module: dict[str, list[str]] = {}
+        for path, local in names:
+            target = find_target(path, is_plain=self._is_plain)
+            if target is None:
+                continue
+            if path == AMP and not self._is_plain:
+                remarks.append(
+                    f"the script uses {', '.join(self._why_not_plain)}, for which the face of apex "
+                    "is kept"
+                )
+            if target.name:
+                suffix = "" if target.name == local else f" as {local}"
+                from_module.setdefault(target.module, []).append(f"{target.name}{suffix}")
+            else:
+                suffix = "" if target.module == local else f" as {local}"
+                lines.append(f"import {target.module}{suffix}")
+        return lines + [f"from {one} import {', '.join(own)}" for one, own in from_module.items()]
+
+    def _modules_behind(self, local: str) -> list[str]:
+        """Import lines for the dotted paths that begin with the module `local`."""
+        found = {
+            target.module
+            for path in self._uses.through[local]
+            for target, _ in [longest_known(path, is_plain=self._is_plain) or (Target(""), "")]
+            if target.module
+        }
+        return [f"import {module}" for module in sorted(found)]
+
+    def _can_go(self, local: str) -> bool:
+        """Whether every use of the module `local` is known."""
+        return not self._unknown(local)
+
+    def _unknown(self, local: str) -> list[str]:
+        return [
+            missing_name(path)
+            for path in sorted(self._uses.through[local])
+            if not is_module(path) and longest_known(path, is_plain=self._is_plain) is None
+        ]
+
+    def _replaced(
+        self, line: cst.SimpleStatementLine, sources: list[str] | None, remarks: list[str]
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
+        """`line` with its first statement replaced by `sources`; None leaves it."""
+        self.remarks += remarks
+        comments = [cst.EmptyLine(comment=cst.Comment(_MARK + text)) for text in remarks]
+        leading = [*line.leading_lines, *comments]
+        if sources is None:
+            return line.with_changes(leading_lines=leading)
+        if not self._depth:
+            sources = [one for one in sources if one not in self._imported]
+            self._imported.update(sources)
+        sources = [*sources, *_sources_of(line.body[1:])]
+        if not sources and not self._depth and not leading:
+            return cst.RemoveFromParent()
+        sources = sources or ["pass"]
+        statements = [cst.parse_statement(source) for source in sources]
+        first = cst.ensure_type(statements[0], cst.SimpleStatementLine)
+        statements[0] = first.with_changes(leading_lines=leading)
+        last = cst.ensure_type(statements[-1], cst.SimpleStatementLine)
+        statements[-1] = last.with_changes(trailing_whitespace=line.trailing_whitespace)
+        return cst.FlattenSentinel(statements)
+
+
+def _sources_of(statements: Iterable[cst.BaseSmallStatement]) -> list[str]:
+    empty = cst.Module([])
+    return [
+        empty.code_for_node(one.with_changes(semicolon=cst.MaybeSentinel.DEFAULT))
+        for one in statements
+    ]
+
+
+def _asks_for_apex(line: cst.SimpleStatementLine) -> bool:
+    probes = _Probes()
+    line.visit(probes)
+    return probes.found
+
+
+class _Probes(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.found = False
+
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802 (libcst looks for this name)
+        name = dotted_name(node.func).rpartition(".")[2]
+        for argument in node.args:
+            value = argument.value
+            if name in _PROBES and isinstance(value, cst.SimpleString):
+                self.found |= is_of_apex(str(value.evaluated_value))

@@ -1,0 +1,79 @@
+"""The command `python -m amp_patch migrate`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_FAILED = 1
+_USAGE_ERROR = 2
+
+
+def add_command(subparsers: Any) -> None:
+    """Add the command to the parsers of the command line."""
+    parser = subparsers.add_parser(
+        "migrate",
+        help="rewrite scripts that import apex",
+        description="Rewrite the imports of apex in a file, or in all Python files of a folder, to "
+        "amp_patch and torch, and print the difference. What is not known stays, below a comment "
+        "that says why. Needs the extra: pip install 'amp_patch[migrate]'.",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a file or a folder")
+    parser.add_argument("--write", action="store_true", help="change the files")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the differences; write the files if asked to. 1 if a file could not be read."""
+    try:
+        libcst = importlib.import_module("libcst")
+    except ModuleNotFoundError:
+        print(
+            "migrate: expected the library libcst, found that it is not installed; "
+            'pip install "amp_patch[migrate]"',
+            file=sys.stderr,
+        )
+        return _USAGE_ERROR
+    if not options.path.exists():
+        print(f"migrate: expected a file or a folder, found {options.path}", file=sys.stderr)
+        return _USAGE_ERROR
+    codemod = importlib.import_module("amp_patch.compat.codemod")
+    changed = remarks = failed = 0
+    for path in _sources(options.path):
+        before = path.read_bytes()
+        if b"apex" not in before:
+            continue
+        try:
+            migrated = codemod.migrate_source(before)
+        except (libcst.ParserSyntaxError, UnicodeDecodeError) as error:
+            print(f"migrate: {path}: {str(error).splitlines()[0]}", file=sys.stderr)
+            failed += 1
+            continue
+        after = migrated.source.encode(migrated.encoding)
+        remarks += len(migrated.remarks)
+        if after == before:
+            continue
+        changed += 1
+        sys.stdout.writelines(_difference(path, before.decode(migrated.encoding), migrated.source))
+        if options.write:
+            path.write_bytes(after)
+    did = "changed" if options.write else "would change (--write changes them)"
+    print(f"migrate: {changed} file(s) {did}, {remarks} comment(s) left", file=sys.stderr)
+    return _FAILED if failed else 0
+
+
+def _sources(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    else:
+        yield from sorted(one for one in path.rglob("*.py") if one.is_file())
+
+
+def _difference(path: Path, before: str, after: str) -> Iterator[str]:
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")

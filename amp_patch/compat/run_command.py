@@ -1,0 +1,73 @@
+"""The command `python -m amp_patch run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from amp_patch.compat.run_settings import RunSettings
+from amp_patch.compat.script import NoScriptError, run_as_main
+from amp_patch.policy import OPT_LEVELS
+
+_USAGE_ERROR = 2
+
+
+def add_command(subparsers: Any) -> None:
+    """Add the command to the parsers of the command line."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a script that was written for apex",
+        usage="python -m amp_patch run [-h] [--opt-level LEVEL] [--report FILE] "
+        "(SCRIPT | -m MODULE) [ARGUMENT ...]",
+        description="Run an unmodified script as __main__, with amp_patch under the names of apex, "
+        "here and in the processes that it spawns. Under torchrun: torchrun "
+        "--nproc-per-node=2 -m amp_patch run train.py.",
+    )
+    parser.add_argument(
+        "--opt-level",
+        choices=tuple(OPT_LEVELS),
+        metavar="LEVEL",
+        help="the level in place of the script's own; what the script says of the properties of "
+        "its level is left out",
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="write level, steps, skips, scales and time in casts as JSON",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE",
+        help="run a module, not a file; the rest are its arguments",
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script. Its SystemExit, and what it raises, pass through."""
+    is_module = options.module is not None
+    target, *arguments = (options.module if is_module else options.arguments) or [None]
+    if target is None:
+        print("run: expected a script, or -m and a module", file=sys.stderr)
+        return _USAGE_ERROR
+    report = options.report
+    if report is not None:
+        report = str(Path(report).resolve())
+        if os.environ.get("RANK", "0") == "0":  # a file that is there is of another process of now
+            Path(report).unlink(missing_ok=True)
+    settings = RunSettings(target, is_module, options.opt_level, report)
+    settings.publish()
+    try:
+        run_as_main(settings, arguments)
+    except NoScriptError as error:
+        print(error, file=sys.stderr)
+        return _USAGE_ERROR
+    return 0

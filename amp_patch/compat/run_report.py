@@ -1,0 +1,119 @@
+"""What happened in a run: levels, steps, loss scales, time in casts; written as JSON at its end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amp_patch.casts.context import CastContext
+from amp_patch.casts.patcher import Patcher
+from amp_patch.compat.amp_state import AmpState
+from amp_patch.policy import Policy
+from amp_patch.scaling.optimizer_binding import OptimizerBinding
+from amp_patch.scaling.ranks import rank
+from amp_patch.scaling.scaler_groups import ScalerGroup, ScalerGroups
+from amp_patch.version import __version__
+from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.model_casting import CastInputs, CastOutputs
+
+_CASTS: tuple[tuple[type, str], ...] = (
+    (CastContext, "cast"),
+    (CastInputs, "cast"),
+    (CastOutputs, "cast"),
+    (MasterWeights, "copy_to_model"),
+)
+
+
+class RunReport:
+    """Counts from its construction to `close`. Times are those of the Python calls: on a device
+    that works asynchronously, of the launches.
+    """
+
+    def __init__(self) -> None:
+        self._levels: list[str] = []
+        self._calls = 0
+        self._steps = 0
+        self._skipped = 0
+        self._seconds = 0.0
+        self._groups: list[ScalerGroup] = []
+        self._rank = 0
+        self._patcher = Patcher()
+        self._watch(AmpState, "note", self._on_initialize)
+        self._watch(ScalerGroups, "add", self._on_scalers)
+        self._watch(OptimizerBinding, "skip_step", self._on_skip)
+        for owner, name in _CASTS:
+            self._patcher.replace(owner, name, self._timed(vars(owner)[name]))
+        handle = register_optimizer_step_post_hook(self._on_step)
+        self._patcher.on_restore(handle.remove)
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether anything was initialized in this process, which is the first rank of its kind."""
+        return self._calls > 0 and self._rank == 0
+
+    def close(self) -> None:
+        """Stop counting. A second call does nothing."""
+        self._patcher.restore()
+
+    def figures(self) -> dict[str, Any]:
+        """The report, as plain values."""
+        scalers = [scaler for group in reversed(self._groups) for scaler in group.scalers]
+        return {
+            "amp_patch": __version__,
+            "level": self._levels[-1] if self._levels else None,
+            "levels": self._levels,
+            "initialize_calls": self._calls,
+            "steps": self._steps,
+            "skipped_steps": self._skipped,
+            "loss_scales": [scaler.scale for scaler in scalers],
+            "seconds_in_casts": round(self._seconds, 6),
+        }
+
+    def write(self, path: str) -> None:
+        """Write it to `path`, whole or not at all."""
+        target = Path(path)
+        temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
+        temporary.write_text(json.dumps(self.figures(), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(target)
+
+    def _watch(self, owner: type, name: str, listener: Callable[..., None]) -> None:
+        original = vars(owner)[name]
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            listener(*args[1:])
+            return original(*args, **kwargs)
+
+        self._patcher.replace(owner, name, watched)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._seconds += time.perf_counter() - start
+
+        return timed
+
+    def _on_initialize(self, policy: Policy | None, num_losses: int) -> None:
+        self._calls += 1
+        self._rank = rank()
+        self._levels.append("disabled" if policy is None else policy.opt_level)
+
+    def _on_scalers(self, group: ScalerGroup) -> None:
+        self._groups.append(group)
+
+    def _on_skip(self) -> None:
+        self._skipped += 1
+
+    def _on_step(self, *_: Any) -> None:
+        self._steps += 1

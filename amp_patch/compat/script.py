@@ -1,0 +1,122 @@
+"""Run a script as `__main__` with the names of apex in place, here and in the workers it starts."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import io
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+from amp_patch.compat.amp_state import amp_state
+from amp_patch.compat.installer import install_as_apex
+from amp_patch.compat.run_report import RunReport
+from amp_patch.compat.run_settings import RunSettings
+from amp_patch.errors import AmpError
+
+_WORKER = "amp_patch.compat.spawned"
+
+
+class NoScriptError(AmpError):
+    """There is nothing to run."""
+
+
+class _ScriptSpec(ModuleSpec):
+    """Names the module from which a spawned process, or a relaunch, finds the script again."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(_WORKER, None)
+        self._package = package
+
+    @property
+    def parent(self) -> str:
+        """The package of the script, for its relative imports."""
+        return self._package
+
+
+class _Source(NamedTuple):
+    code: CodeType
+    path: str
+    package: str
+
+
+def run_as_main(settings: RunSettings, arguments: Sequence[str]) -> None:
+    """Run the script of `settings` with `arguments`. What it raises passes through.
+
+    The names of apex, `sys.argv`, `sys.path` and `__main__` are put back at the end.
+    """
+    undo = install_as_apex()
+    amp_state.opt_level = settings.opt_level
+    report = RunReport() if settings.report is not None else None
+    before = sys.argv, sys.path[:], sys.modules["__main__"]
+    try:
+        directory = "" if settings.is_module else str(Path(settings.target).resolve().parent)
+        sys.path.insert(0, directory)
+        source = find_source(settings)
+        sys.argv = [source.path, *arguments]
+        execute(source, "__main__")
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = before
+        if report is not None and settings.report is not None:
+            report.close()
+            if report.is_of_training or not Path(settings.report).exists():
+                report.write(settings.report)
+        undo()
+
+
+def run_in_worker(settings: RunSettings) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Run the script of `settings` as a spawned process does, which makes its functions known.
+
+    Returns its globals, and what to call when the process ends.
+    """
+    install_as_apex()
+    amp_state.opt_level = settings.opt_level
+    report = RunReport() if settings.report is not None else None
+
+    def finish() -> None:
+        if report is not None and settings.report is not None and report.is_of_training:
+            report.write(settings.report)
+
+    return execute(find_source(settings), "__mp_main__"), finish
+
+
+def find_source(settings: RunSettings) -> _Source:
+    """The code that is to run. NoScriptError if there is none."""
+    if not settings.is_module:
+        try:
+            with io.open_code(str(Path(settings.target).resolve())) as file:
+                text = file.read()
+        except OSError as error:
+            raise NoScriptError(f"run: expected a Python script, found {error}") from None
+        return _Source(compile(text, settings.target, "exec"), settings.target, "")
+    name = settings.target
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError:
+        spec = None
+    get_code = getattr(spec and spec.loader, "get_code", None)
+    code = get_code(spec.name) if spec and get_code else None
+    if spec is None or code is None:
+        raise NoScriptError(f"run: expected a module that can be run, found {name!r}")
+    return _Source(code, str(spec.origin), spec.name.rpartition(".")[0])
+
+
+def execute(source: _Source, name: str) -> dict[str, Any]:
+    """Run the code as the module `name`, and return its globals."""
+    module = ModuleType(name)
+    vars(module).update(
+        __builtins__=builtins,
+        __cached__=None,
+        __file__=source.path,
+        __package__=source.package,
+        __spec__=_ScriptSpec(source.package),
+    )
+    sys.modules[name] = module
+    exec(source.code, vars(module))  # noqa: S102 (to run the user's script is the job)
+    return vars(module)

@@ -1,0 +1,166 @@
+"""The rewriting of sources."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_patch.compat import migrate_command
+
+pytest.importorskip("libcst", reason="migrate needs libcst: pip install 'amp_patch[migrate]'")
+
+from amp_patch.compat.codemod import migrate_source
+from amp_patch.compat.names import NAMES
+from amp_patch.compat.targets import find_target
+
+NEXT = "# amp_patch migrate: "
+
+REWRITTEN = {
+    "from apex import amp": "import amp_patch as amp",
+    "import apex.amp as amp": "import amp_patch as amp",
+    "from apex.amp import initialize, scale_loss": "from amp_patch import initialize, scale_loss",
+    "import apex\napex.amp.initialize(m, o)": "import amp_patch\namp_patch.initialize(m, o)",
+    "from apex.parallel import DistributedDataParallel as DDP": (
+        "from amp_patch.compat.parallel import DistributedDataParallel as DDP"
+    ),
+    "import apex, os  # both\nx = apex.optimizers.FusedAdam(p)": (
+        "import amp_patch.compat.fused_adam\nimport os  # both\n"
+        "x = amp_patch.compat.fused_adam.FusedAdam(p)"
+    ),
+    "from apex import amp, optimizers\no = optimizers.FusedSGD(p, lr=1)": (
+        "import amp_patch as amp\nimport amp_patch.compat.fused_sgd\n"
+        "o = amp_patch.compat.fused_sgd.FusedSGD(p, lr=1)"
+    ),
+    "from apex.fp16_utils import *\nx = to_python_float(y)": (
+        "from amp_patch.compat.loss_scalers import to_python_float\nx = to_python_float(y)"
+    ),
+    "from apex.contrib.clip_grad import clip_grad_norm_": (
+        "from torch.nn.utils import clip_grad_norm_"
+    ),
+    "from apex.amp._amp_state import _amp_state\ns = _amp_state.loss_scalers[0].loss_scale()": (
+        "from amp_patch.compat.amp_state import amp_state as _amp_state\n"
+        "s = _amp_state.loss_scalers[0].loss_scale()"
+    ),
+    "def f():\n    import apex  # late\n    return 1": "def f():\n    pass  # late\n    return 1",
+    "try:\n    from apex import amp\nexcept ImportError:\n    amp = None": (
+        "try:\n    import amp_patch as amp\nexcept ImportError:\n    amp = None"
+    ),
+    "import apex; x = 1": "x = 1",
+    "x = 1": "x = 1",
+}
+
+
+@pytest.mark.parametrize("source", REWRITTEN)
+def test_known_names_are_rewritten(source: str) -> None:
+    found = migrate_source(f"{source}\n")
+    assert found.source == f"{REWRITTEN[source]}\n"
+    assert found.remarks == []
+    assert migrate_source(found.source).source == found.source
+
+
+def test_unknown_names_stay_below_a_comment() -> None:
+    source = "from apex.contrib.multihead_attn import SelfMultiheadAttn as Attention\n"
+    found = migrate_source(source)
+    comment, line = found.source.splitlines(keepends=True)
+    assert line == source
+    assert comment.startswith(f"{NEXT}apex.contrib.multihead_attn.SelfMultiheadAttn is not")
+    assert "torch.nn.MultiheadAttention" in comment
+
+
+def test_known_names_of_a_line_go_without_the_unknown() -> None:
+    found = migrate_source("from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb\n")
+    lines = found.source.splitlines()
+    assert lines[0].startswith(NEXT)
+    assert lines[1:] == [
+        "from amp_patch.compat.fused_adam import FusedAdam",
+        "from apex.optimizers import FusedMixedPrecisionLamb",
+    ]
+
+
+def test_import_stays_where_one_of_its_uses_is_unknown() -> None:
+    source = "import apex\nx = apex.parallel.LARC(o)\ny = apex.mlp.MLP(z)\n"
+    found = migrate_source(source)
+    assert found.source.endswith(source)
+    assert found.remarks == [found.source.splitlines()[0].removeprefix(NEXT)]
+
+
+def test_script_that_reads_private_state_keeps_the_face() -> None:
+    source = "from apex import amp\nassert hasattr(optimizer, '_amp_stash')\n"
+    assert migrate_source(source).source == (
+        f"{NEXT}the script uses _amp_stash, for which the face of apex is kept\n"
+        "from amp_patch.compat import apex_amp as amp\n"
+        "assert hasattr(optimizer, '_amp_stash')\n"
+    )
+
+
+def test_question_by_a_string_is_marked() -> None:
+    source = 'import importlib.util\nhas_apex = importlib.util.find_spec("apex") is not None\n'
+    found = migrate_source(source)
+    assert found.source.splitlines()[1].startswith(f"{NEXT}asks for apex by a string")
+
+
+def test_names_of_the_user_are_left_alone() -> None:
+    source = "apex = find_apex(mountain)\nprint(apex.amp, self.apex.amp)  # apex\n"
+    assert migrate_source(source).source == source
+
+
+def test_formatting_and_line_ends_stay() -> None:
+    source = (
+        "#!/usr/bin/env python\r\nx  =  {1 :2}\r\n\r\nfrom apex import amp # why\r\ny=[1,\r\n2]\r\n"
+    )
+    expected = source.replace("from apex import amp", "import amp_patch as amp")
+    assert migrate_source(source.encode()).source == expected
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_name_has_a_place_after_the_migration(module: str) -> None:
+    for name in NAMES[module]:
+        for is_plain in (False, True):
+            assert find_target(f"{module}.{name}", is_plain=is_plain) is not None
+
+
+def command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    migrate_command.add_command(parser.add_subparsers(required=True))
+    options = parser.parse_args(["migrate", *arguments])
+    return int(options.run(options))
+
+
+def test_folder_is_shown_and_then_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "inner").mkdir()
+    files = {"a.py": "from apex import amp\n", "inner/b.py": "x = 1\n", "c.txt": "import apex\n"}
+    for name, source in files.items():
+        (tmp_path / name).write_text(source)
+    assert command(str(tmp_path)) == 0
+    shown = capsys.readouterr()
+    assert "-from apex import amp\n+import amp_patch as amp\n" in shown.out
+    assert "1 file(s) would change" in shown.err
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+    assert command(str(tmp_path), "--write") == 0
+    assert "1 file(s) changed" in capsys.readouterr().err
+    assert (tmp_path / "a.py").read_text() == "import amp_patch as amp\n"
+    assert (tmp_path / "c.txt").read_text() == files["c.txt"]
+
+
+def test_file_of_another_age_is_named_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text("import apex\nprint 'python 2'\n")
+    (tmp_path / "b.py").write_text("from apex import amp\n")
+    assert command(str(tmp_path), "--write") == 1
+    assert "a.py" in capsys.readouterr().err
+    assert (tmp_path / "b.py").read_text() == "import amp_patch as amp\n"
+    assert command(str(tmp_path / "none")) == 2
+
+
+def test_missing_library_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert command(str(tmp_path)) == 2
+    assert "amp_patch[migrate]" in capsys.readouterr().err
