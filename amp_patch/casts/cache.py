@@ -37,6 +37,7 @@ class CastCache:
         self._entries: dict[int, _Entry] = {}
         self._purge_at = _MIN_PURGE
         self.verifies = False
+        self.is_on = True  # off: every use of a weight casts it anew
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -60,7 +61,8 @@ class CastCache:
             return weight
         cast = weight.to(dtype)
         is_inference = torch.is_inference_mode_enabled() or weight.is_inference()
-        if not is_inference and type(cast) is torch.Tensor:  # some mode may make it another kind
+        is_plain = type(cast) is torch.Tensor  # some mode may make it another kind
+        if self.is_on and is_plain and not is_inference:
             self._keep(weight, cast)
         return cast
 

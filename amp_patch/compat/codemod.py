@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import libcst as cst
 
-from amp_patch.compat.replacements import missing_name
+from amp_patch.compat.replacements import REPLACEMENTS, missing_name
 from amp_patch.compat.source_scan import (
     Uses,
     apex_path,
+    asks_for_apex,
+    comments_in,
     dotted_name,
     imported_module,
     is_of_apex,
@@ -27,7 +29,7 @@ from amp_patch.compat.targets import (
 )
 
 _MARK = "# amp_patch migrate: "
-_PROBES = ("find_spec", "version", "import_module", "__import__", "distribution")
+_PROBED = "asks for apex by a string; ask for amp_patch, or for nothing"
 
 
 class Migrated(NamedTuple):
@@ -36,6 +38,13 @@ class Migrated(NamedTuple):
     source: str
     remarks: list[str]
     encoding: str
+
+
+class _Change(NamedTuple):
+    """New sources for a statement, None where it stays, and the comments for it."""
+
+    sources: list[str] | None
+    remarks: list[str]
 
 
 def migrate_source(source: str | bytes) -> Migrated:
@@ -97,18 +106,81 @@ class _Rewriter(cst.CSTTransformer):
     def leave_SimpleStatementLine(  # noqa: N802 (the same)
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
-        statement = original_node.body[0]
-        if isinstance(statement, cst.Import):
-            if not any(is_of_apex(alias.evaluated_name) for alias in statement.names):
-                return updated_node
-            return self._replaced(updated_node, *self._of_import(statement))
-        if isinstance(statement, cst.ImportFrom) and is_of_apex(imported_module(statement)):
-            return self._replaced(updated_node, *self._of_import_from(statement))
-        if _asks_for_apex(original_node):
-            return self._replaced(
-                updated_node, None, ["asks for apex by a string; ask for amp_patch, or for nothing"]
+        changes = self._changes(original_node.body)
+        if not changes:
+            return updated_node
+        remarks = [text for change in changes.values() for text in change.remarks]
+        self.remarks += remarks
+        comments = [f"{_MARK}{text}" for text in remarks]
+        for position, change in changes.items():
+            if change.sources is not None:
+                comments += comments_in(original_node.body[position])
+        lines = [cst.EmptyLine(comment=cst.Comment(text)) for text in comments]
+        leading = [*updated_node.leading_lines, *lines]
+        if all(change.sources is None for change in changes.values()):
+            return updated_node.with_changes(leading_lines=leading)
+        sources = self._sources(updated_node.body, changes)
+        if not sources and not self._depth and not leading:
+            return cst.RemoveFromParent()
+        return _lines_of(sources or ["pass"], leading, updated_node.trailing_whitespace)
+
+    def leave_SimpleStatementSuite(  # noqa: N802 (the same)
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.BaseSuite:
+        """`else: from apex import amp`: the statements stay on their line."""
+        changes = self._changes(original_node.body)
+        if not changes:
+            return updated_node
+        self._depth += 1
+        sources = self._sources(updated_node.body, changes) or ["pass"]
+        self._depth -= 1
+        remarks = [text for change in changes.values() for text in change.remarks]
+        self.remarks += remarks
+        line = cst.ensure_type(cst.parse_statement("; ".join(sources)), cst.SimpleStatementLine)
+        trailing = updated_node.trailing_whitespace
+        if remarks and trailing.comment is None:
+            trailing = trailing.with_changes(
+                whitespace=cst.SimpleWhitespace("  "),
+                comment=cst.Comment(_MARK + "; ".join(remarks)),
             )
-        return updated_node
+        return updated_node.with_changes(body=line.body, trailing_whitespace=trailing)
+
+    def _changes(self, statements: Sequence[cst.BaseSmallStatement]) -> dict[int, _Change]:
+        """What becomes of the statements of a line, by position; those that stay are left out."""
+        found = {i: self._change(statement) for i, statement in enumerate(statements)}
+        return {i: change for i, change in found.items() if change is not None}
+
+    def _change(self, statement: cst.BaseSmallStatement) -> _Change | None:
+        if isinstance(statement, cst.Import):
+            names = [alias.evaluated_name for alias in statement.names]
+            if any(map(is_of_apex, names)):
+                return _Change(*self._of_import(statement))
+            missing = [missing_name(one) for one in names if one in REPLACEMENTS]
+            return _Change(None, missing) if missing else None
+        if isinstance(statement, cst.ImportFrom):
+            module = imported_module(statement)
+            if is_of_apex(module):
+                return _Change(*self._of_import_from(statement))
+            return _Change(None, [missing_name(module)]) if module in REPLACEMENTS else None
+        if asks_for_apex(statement):
+            return _Change(None, [_PROBED])
+        return None
+
+    def _sources(
+        self, statements: Sequence[cst.BaseSmallStatement], changes: dict[int, _Change]
+    ) -> list[str]:
+        """The statements of a line as they are to be. What is imported twice goes."""
+        found: list[str] = []
+        for position, statement in enumerate(statements):
+            change = changes.get(position)
+            if change is None or change.sources is None:
+                found.append(_source_of(statement))
+            elif self._depth:
+                found += change.sources
+            else:
+                found += [one for one in change.sources if one not in self._imported]
+                self._imported.update(change.sources)
+        return found
 
     def _of_import(self, statement: cst.Import) -> tuple[list[str] | None, list[str]]:
         lines: list[str] = []
@@ -188,51 +260,18 @@ class _Rewriter(cst.CSTTransformer):
             if not is_module(path) and longest_known(path, is_plain=self._is_plain) is None
         ]
 
-    def _replaced(
-        self, line: cst.SimpleStatementLine, sources: list[str] | None, remarks: list[str]
-    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
-        """`line` with its first statement replaced by `sources`; None leaves it."""
-        self.remarks += remarks
-        comments = [cst.EmptyLine(comment=cst.Comment(_MARK + text)) for text in remarks]
-        leading = [*line.leading_lines, *comments]
-        if sources is None:
-            return line.with_changes(leading_lines=leading)
-        if not self._depth:
-            sources = [one for one in sources if one not in self._imported]
-            self._imported.update(sources)
-        sources = [*sources, *_sources_of(line.body[1:])]
-        if not sources and not self._depth and not leading:
-            return cst.RemoveFromParent()
-        sources = sources or ["pass"]
-        statements = [cst.parse_statement(source) for source in sources]
-        first = cst.ensure_type(statements[0], cst.SimpleStatementLine)
-        statements[0] = first.with_changes(leading_lines=leading)
-        last = cst.ensure_type(statements[-1], cst.SimpleStatementLine)
-        statements[-1] = last.with_changes(trailing_whitespace=line.trailing_whitespace)
-        return cst.FlattenSentinel(statements)
+
+def _lines_of(
+    sources: Sequence[str],
+    leading: Sequence[cst.EmptyLine],
+    trailing: cst.TrailingWhitespace,
+) -> cst.FlattenSentinel[cst.BaseStatement]:
+    """A line for each source; what stood before and behind the old line stays there."""
+    lines = [cst.ensure_type(cst.parse_statement(one), cst.SimpleStatementLine) for one in sources]
+    lines[0] = lines[0].with_changes(leading_lines=leading)
+    lines[-1] = lines[-1].with_changes(trailing_whitespace=trailing)
+    return cst.FlattenSentinel(lines)
 
 
-def _sources_of(statements: Iterable[cst.BaseSmallStatement]) -> list[str]:
-    empty = cst.Module([])
-    return [
-        empty.code_for_node(one.with_changes(semicolon=cst.MaybeSentinel.DEFAULT))
-        for one in statements
-    ]
-
-
-def _asks_for_apex(line: cst.SimpleStatementLine) -> bool:
-    probes = _Probes()
-    line.visit(probes)
-    return probes.found
-
-
-class _Probes(cst.CSTVisitor):
-    def __init__(self) -> None:
-        self.found = False
-
-    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802 (libcst looks for this name)
-        name = dotted_name(node.func).rpartition(".")[2]
-        for argument in node.args:
-            value = argument.value
-            if name in _PROBES and isinstance(value, cst.SimpleString):
-                self.found |= is_of_apex(str(value.evaluated_value))
+def _source_of(statement: cst.BaseSmallStatement) -> str:
+    return cst.Module([]).code_for_node(statement.with_changes(semicolon=cst.MaybeSentinel.DEFAULT))

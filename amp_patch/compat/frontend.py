@@ -125,8 +125,8 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Switch the casts on as scripts of 2018 do, by the lists of their time. Returns the handle.
 
-    `allow_banned` lets binary_cross_entropy run on half tensors, in FP32. Weights are cast once an
-    iteration whatever `enable_caching` says: the results are the same.
+    `allow_banned` lets binary_cross_entropy run on half tensors, in FP32. Without `enable_caching`
+    a weight is cast at each of its uses, not once an iteration.
     """
     if not enabled:
         nothing = amp_state.handle = NoOpHandle()
@@ -137,7 +137,8 @@ def init(
             f"init: expected a level that casts no model, which init does not know of: 'O0', 'O1' "
             f"or 'O4', found {policy.opt_level!r}"
         )
-    handle = AmpHandle(policy, rules_of_2019(allow_banned=allow_banned), verbose)
+    rules = rules_of_2019(allow_banned=allow_banned)
+    handle = AmpHandle(policy, rules, verbose, enable_caching)
     handle.switch_on()
     amp_state.note(policy, 1)
     amp_state.handle = handle

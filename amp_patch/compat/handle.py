@@ -24,16 +24,18 @@ class AmpHandle:
     Of `init`: it switches the casts on, without a model. Of `initialize`: it only tells of them.
     """
 
-    def __init__(self, policy: Policy, rules: tuple[OpRule, ...], verbose: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        rules: tuple[OpRule, ...],
+        verbose: bool = False,
+        has_cache: bool = True,
+    ) -> None:
         self.verbose = verbose
+        self.has_cache = has_cache  # whether weights are cast once an iteration
         self._policy = policy
         self._rules = rules
         self._anchor = nn.Module()  # casts last as long as some model wants them
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether weights are cast once an iteration: always."""
-        return True
 
     def is_active(self) -> bool:
         """Whether casts are installed."""
@@ -41,7 +43,10 @@ class AmpHandle:
 
     def switch_on(self) -> None:
         """Install the casts."""
-        slot.open().add([self._anchor], [], self._setup(1))
+        session = slot.open()
+        session.add([self._anchor], [], self._setup(1))
+        session.context.cache.clear()
+        session.context.cache.is_on = self.has_cache
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> ScaledLoss:
         """As `amp.scale_loss`, for an optimizer that may be new."""

@@ -44,14 +44,23 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(path)
 
 
+class _Hints:
+    """Comes last, and says of the extensions of apex that are not there what to use instead."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        if fullname in _EXTENSIONS and not _is_probe():
+            raise ModuleNotFoundError(missing_name(fullname))
+
+
 class _Finder(importlib.metadata.DistributionFinder):
     """Answers for what is not in `sys.modules`: the distribution, and names that do not exist."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> None:
-        is_ours = fullname.startswith(f"{_ROOT}.") or fullname in _EXTENSIONS
-        if is_ours and not _is_probe():
+        if fullname.startswith(f"{_ROOT}.") and not _is_probe():
             # Without `name=`: `from package import name` swallows an error that has it.
             raise ModuleNotFoundError(missing_name(fullname))
 
@@ -80,9 +89,11 @@ class _Names:
             del sys.modules[name]
         self._patcher.on_restore(lambda: _forget(modules))
         sys.modules.update(modules)
-        finder = _Finder()
+        finder, hints = _Finder(), _Hints()
         self._patcher.on_restore(lambda: sys.meta_path.remove(finder))
         sys.meta_path.insert(0, finder)
+        self._patcher.on_restore(lambda: sys.meta_path.remove(hints))
+        sys.meta_path.append(hints)
         pkgutil.resolve_name("amp_patch.compat.safe_globals:allow")()
         for path in _RESETS:
             self._patcher.on_restore(pkgutil.resolve_name(path))

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from amp_patch.casts import arguments
+from amp_patch.casts.cache import CastCache
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
 from amp_patch.compat.amp_state import AmpState
@@ -24,6 +26,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.model_casting import CastInputs, CastOutputs
 
 _CASTS: tuple[tuple[type, str], ...] = (
+    (CastCache, "cast"),
     (CastContext, "cast"),
     (CastInputs, "cast"),
     (CastOutputs, "cast"),
@@ -42,6 +45,7 @@ class RunReport:
         self._steps = 0
         self._skipped = 0
         self._seconds = 0.0
+        self._is_timing = False
         self._groups: list[ScalerGroup] = []
         self._rank = 0
         self._patcher = Patcher()
@@ -50,6 +54,8 @@ class RunReport:
         self._watch(OptimizerBinding, "skip_step", self._on_skip)
         for owner, name in _CASTS:
             self._patcher.replace(owner, name, self._timed(vars(owner)[name]))
+        table = {dtype: self._timed(cast) for dtype, cast in vars(arguments)["_TO"].items()}
+        self._patcher.replace(arguments, "_TO", table)
         handle = register_optimizer_step_post_hook(self._on_step)
         self._patcher.on_restore(handle.remove)
 
@@ -96,10 +102,13 @@ class RunReport:
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            if self._is_timing:  # one cast that calls another counts once
+                return original(*args, **kwargs)
+            self._is_timing, start = True, time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
+                self._is_timing = False
                 self._seconds += time.perf_counter() - start
 
         return timed

@@ -53,6 +53,11 @@ class LossScaler:
         vars(face)["_scaler"] = scaler
         return face
 
+    def rebound(self, scaler: Scaler) -> Scaler:
+        """Become the face of `scaler`. Returns the scaler that was behind this one."""
+        before, self._scaler = self._scaler, scaler
+        return before
+
     def loss_scale(self) -> float:
         """The present scale."""
         return self._scaler.scale
@@ -162,6 +167,12 @@ class LossScalers(Sequence[LossScaler]):
         if isinstance(index, slice):
             return [self._face(scaler) for scaler in list(self._scalers())[index]]
         return self._face(list(self._scalers())[index])
+
+    def __setitem__(self, index: int, value: LossScaler) -> None:
+        """Let the scaler of now count as `value` does, and be reached through it."""
+        own = list(self._scalers())[index]
+        vars(own).update(vars(value.rebound(own)))
+        self._faces[id(own)] = value
 
     def _face(self, scaler: Scaler) -> LossScaler:
         face = self._faces.get(id(scaler))

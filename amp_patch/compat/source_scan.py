@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+_PROBES = ("find_spec", "version", "import_module", "__import__", "distribution")
 _MARKS = ("_amp_stash", "_lazy_init_maybe_master_weights", "_amp_state")
 
 
@@ -65,6 +66,20 @@ def is_of_apex(name: str) -> bool:
     return name == "apex" or name.startswith("apex.")
 
 
+def comments_in(statement: cst.BaseSmallStatement) -> list[str]:
+    """Those between the names of an import in parentheses."""
+    comments = _Comments()
+    statement.visit(comments)
+    return comments.found
+
+
+def asks_for_apex(line: cst.BaseSmallStatement) -> bool:
+    """Whether a statement looks for apex, or imports it, by a string."""
+    probes = _Probes()
+    line.visit(probes)
+    return probes.found
+
+
 class _Aliases(cst.CSTVisitor):
     def __init__(self, uses: Uses) -> None:
         self.uses = uses
@@ -97,6 +112,11 @@ class _Paths(cst.CSTVisitor):
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: N802 (the same)
         return False
 
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802 (the same)
+        keywords = [one.keyword.value for one in node.args if one.keyword is not None]
+        if apex_path(node.func, self.uses) == "apex.amp.state_dict" and keywords:
+            self.uses.marks.update(keywords)
+
     def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802 (the same)
         if node.attr.value in _MARKS:
             self.uses.marks.add(node.attr.value)
@@ -112,3 +132,23 @@ class _Paths(cst.CSTVisitor):
     def visit_SimpleString(self, node: cst.SimpleString) -> None:  # noqa: N802 (the same)
         if node.evaluated_value in _MARKS:
             self.uses.marks.add(str(node.evaluated_value))
+
+
+class _Comments(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def visit_Comment(self, node: cst.Comment) -> None:  # noqa: N802 (the same)
+        self.found.append(node.value)
+
+
+class _Probes(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.found = False
+
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802 (the same)
+        name = dotted_name(node.func).rpartition(".")[2]
+        for argument in node.args:
+            value = argument.value
+            if name in _PROBES and isinstance(value, cst.SimpleString):
+                self.found |= is_of_apex(str(value.evaluated_value))
