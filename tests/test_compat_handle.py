@@ -38,6 +38,18 @@ def test_handle_casts_without_a_model(amp: Any) -> None:
     assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_weights_are_cast_once_an_iteration_unless_told_otherwise(amp: Any, caches: bool) -> None:
+    handle = amp.init(enable_caching=caches)
+    assert handle.has_cache is caches
+    model = torch.nn.Linear(1, 1, bias=False)
+    alias = model.weight.detach().numpy()  # what is written here moves no counter of torch
+    alias[:] = 1.0
+    assert model(torch.ones(1, 1)).item() == 1.0
+    alias[:] = 2.0
+    assert model(torch.ones(1, 1)).item() == (1.0 if caches else 2.0)
+
+
 def test_handle_scales_the_loss_of_a_new_optimizer(amp: Any) -> None:
     handle = amp.init(loss_scale=32.0)
     model = torch.nn.Linear(2, 1)

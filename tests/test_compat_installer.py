@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -133,6 +134,7 @@ MISSING = {
     "import apex.reparameterization": "weight_norm",
     "import apex.transformer.pipeline_parallel": "megatron",
     "import amp_C": "torch._foreach_",
+    "import fused_layer_norm_cuda": "torch.nn.functional.layer_norm",
     "from apex.amp import nothing_of_the_kind": "amp_patch.compat.names",
 }
 
@@ -144,6 +146,17 @@ def test_what_does_not_exist_names_its_replacement(
     with pytest.raises(ImportError, match="not among the names") as caught:
         exec(statement, {})  # noqa: S102
     assert MISSING[statement] in str(caught.value)
+
+
+def test_module_of_the_user_goes_before_a_hint(
+    undo: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlp_cuda.py").write_text("VALUE = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert importlib.import_module("mlp_cuda").VALUE == 3
+    finally:
+        sys.modules.pop("mlp_cuda", None)
 
 
 def test_missing_attribute_is_an_attribute_error(undo: Callable[[], None]) -> None:

@@ -49,6 +49,15 @@ REWRITTEN = {
         "try:\n    import amp_patch as amp\nexcept ImportError:\n    amp = None"
     ),
     "import apex; x = 1": "x = 1",
+    "import torch; from apex import amp  # both": "import torch\nimport amp_patch as amp  # both",
+    "try: from apex import amp\nexcept ImportError: pass": (
+        "try: import amp_patch as amp\nexcept ImportError: pass"
+    ),
+    "if half:\n    x = 1\nelse: import apex": "if half:\n    x = 1\nelse: pass",
+    "from apex.parallel import (\n    LARC,  # the wrapper\n    convert_syncbn_model,\n)": (
+        "# the wrapper\nfrom amp_patch.compat.larc import LARC\n"
+        "from amp_patch.compat.sync_batchnorm import convert_syncbn_model"
+    ),
     "x = 1": "x = 1",
 }
 
@@ -100,6 +109,22 @@ def test_question_by_a_string_is_marked() -> None:
     source = 'import importlib.util\nhas_apex = importlib.util.find_spec("apex") is not None\n'
     found = migrate_source(source)
     assert found.source.splitlines()[1].startswith(f"{NEXT}asks for apex by a string")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import amp_C", "from amp_C import multi_tensor_l2norm", "if x: import apex.mlp"],
+)
+def test_what_stays_has_one_comment_however_often_it_is_migrated(statement: str) -> None:
+    once = migrate_source(f"{statement}\n")
+    assert statement in once.source
+    assert once.source.count(NEXT) == len(once.remarks) == 1
+    assert migrate_source(once.source).source == once.source
+
+
+def test_state_into_a_destination_keeps_the_face() -> None:
+    source = "from apex import amp\nstate = amp.state_dict(destination=state)\n"
+    assert "from amp_patch.compat import apex_amp as amp\n" in migrate_source(source).source
 
 
 def test_names_of_the_user_are_left_alone() -> None:

@@ -42,15 +42,20 @@ def test_companions_agree_with_one_process_that_has_the_whole_batch(tmp_path: Pa
 
 
 @needs_gloo
-def test_script_runs_under_torchrun(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    script = str(SCRIPTS / "distributed.py")
-    run = ["-m", "amp_patch", "run", "--report", str(report), script, "--opt_level", "O2", "--larc"]
-    first = torchrun(*run)
-    losses = json.loads(first.partition("losses ")[2])
+def test_script_and_its_migrated_twin_agree_under_torchrun(tmp_path: Path) -> None:
+    libcst = "migrate needs libcst: pip install 'amp_patch[migrate]'"
+    codemod = pytest.importorskip("amp_patch.compat.codemod", reason=libcst, exc_type=ImportError)
+    report, twin = tmp_path / "report.json", tmp_path / "distributed.py"
+    script, arguments = SCRIPTS / "distributed.py", ("--opt_level", "O2", "--larc")
+    output = torchrun("-m", "amp_patch", "run", "--report", str(report), str(script), *arguments)
+    losses = json.loads(output.partition("losses ")[2])
     assert losses[-1] < losses[0]
     figures = json.loads(report.read_text())
     assert (figures["level"], figures["steps"], figures["skipped_steps"]) == ("O2", 4, 0)
+
+    twin.write_text(codemod.migrate_source(script.read_bytes()).source)
+    migrated = torchrun(str(twin), *arguments)
+    assert json.loads(migrated.partition("losses ")[2]) == losses
 
 
 def test_converted_model_keeps_parameters_and_statistics() -> None:

@@ -144,6 +144,18 @@ def test_report_is_written_when_the_script_fails(run: Callable[..., int], tmp_pa
     assert "apex" not in sys.modules
 
 
+def test_time_of_the_casts_of_a_layer_is_counted() -> None:
+    report = RunReport()
+    layer = amp_patch.initialize(torch.nn.Linear(2, 1), opt_level="O1")
+    layer(torch.ones(1, 2).half())
+    report.close()
+    counted = report.figures()["seconds_in_casts"]
+    assert counted > 0
+    amp_patch.clear_cache()
+    layer(torch.ones(1, 2))
+    assert report.figures()["seconds_in_casts"] == counted
+
+
 def test_report_leaves_no_trace() -> None:
     report = RunReport()
     report.close()

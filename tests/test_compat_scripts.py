@@ -21,6 +21,7 @@ from amp_patch.compat import migrate_command, run_command
 from amp_patch.compat.installer import install_as_apex
 
 SCRIPTS = Path(__file__).parent / "apex_scripts"
+LEVELS = tuple(amp_patch.OPT_LEVELS)
 RUNS: dict[str, tuple[str, ...]] = {
     "imagenet.py": (
         "--opt-level O0",
@@ -31,19 +32,18 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--opt-level O4",
         "--opt-level O5",
     ),
-    "dcgan.py": ("--opt_level O1", "--opt_level O2", "--opt_level O4"),
-    "language_model.py": ("--opt_level O1", "--opt_level O2", "--opt_level O5"),
+    "dcgan.py": tuple(f"--opt_level {level}" for level in LEVELS if level != "O3"),
+    "language_model.py": tuple(f"--opt_level {level}" for level in LEVELS),
     "bert_finetuning.py": (
         "",
-        "--fp16",
-        "--fp16 --fp16_opt_level O2",
+        *(f"--fp16 --fp16_opt_level {level}" for level in LEVELS),
         "--fp16 --fp16_opt_level O2 --optimizer lamb --gradient_accumulation_steps 1",
     ),
     "handle_2018.py": ("",),
-    "gradient_penalty.py": ("--level O1", "--level O2"),
+    "gradient_penalty.py": tuple(f"--level {level}" for level in LEVELS if level != "O3"),
     "fp16_optimizer.py": ("", "--dynamic-loss-scale"),
     "edit_lists.py": ("",),
-    "write_loss_scale.py": ("", "--opt-level O1"),
+    "write_loss_scale.py": tuple(f"--opt-level {level}" for level in LEVELS),
 }
 CASES = [(script, arguments) for script, many in RUNS.items() for arguments in many]
 

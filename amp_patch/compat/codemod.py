@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import libcst as cst
@@ -58,14 +58,15 @@ def migrate_source(source: str | bytes) -> Migrated:
     """
     module = cst.parse_module(source)
     uses = scan(module)
-    rewriter = _Rewriter(uses)
+    rewriter = _Rewriter(uses, comments_in(module.with_changes(body=())))
     migrated = module.visit(rewriter)
     return Migrated(migrated.code, rewriter.remarks, module.encoding)
 
 
 class _Rewriter(cst.CSTTransformer):
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, uses: Uses, header: Iterable[str]) -> None:
         self.remarks: list[str] = []
+        self._header = frozenset(header)  # comments above the first statement
         self._uses = uses
         self._why_not_plain = sorted({*needs_the_face(uses.paths), *uses.marks})
         self._is_plain = not self._why_not_plain
@@ -111,7 +112,9 @@ class _Rewriter(cst.CSTTransformer):
             return updated_node
         remarks = [text for change in changes.values() for text in change.remarks]
         self.remarks += remarks
+        present = {one.comment.value for one in updated_node.leading_lines if one.comment}
         comments = [f"{_MARK}{text}" for text in remarks]
+        comments = [text for text in comments if text not in present | self._header]
         for position, change in changes.items():
             if change.sources is not None:
                 comments += comments_in(original_node.body[position])

@@ -32,6 +32,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     Subclasses say in `_update` what happens to one bucket. Sparse gradients are refused.
     """
 
+    computes_in_fp32 = True  # half parameters too
+
     def __init__(self, params: Any, defaults: Group, *, set_grad_none: bool) -> None:
         if defaults.pop("amsgrad", False):
             raise AmpError(

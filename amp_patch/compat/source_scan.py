@@ -66,10 +66,10 @@ def is_of_apex(name: str) -> bool:
     return name == "apex" or name.startswith("apex.")
 
 
-def comments_in(statement: cst.BaseSmallStatement) -> list[str]:
-    """Those between the names of an import in parentheses."""
+def comments_in(node: cst.CSTNode) -> list[str]:
+    """The comments within a statement in parentheses, or any other node."""
     comments = _Comments()
-    statement.visit(comments)
+    node.visit(comments)
     return comments.found
 
 

@@ -57,8 +57,13 @@ def snapshot(optimizer: Any) -> Callable[[], None]:
 
 
 def warn_of_vanishing_eps(optimizer: Any, policy: Policy) -> None:
-    """Warn where Adam and its kin would divide by an eps that is 0 in the dtype of the weights."""
+    """Warn where Adam and its kin would divide by an eps that is 0 in the dtype of the weights.
+
+    Not an optimizer whose attribute `computes_in_fp32` is true.
+    """
     if policy.cast_model_type is not torch.float16 or policy.master_weights:
+        return
+    if getattr(optimizer, "computes_in_fp32", False):
         return
     for group in optimizer.param_groups:
         eps = group.get("eps")
