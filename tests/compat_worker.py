@@ -1,9 +1,13 @@
-"""What each rank does for test_compat_parallel.py: compares with the whole batch in one process."""
+"""What each rank does for test_compat_parallel.py.
+
+It runs the script that its arguments name, and then compares with the whole batch in one process.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import amp_patch
 from amp_patch.compat.parallel import DistributedDataParallel, Reducer, flat_dist_call
 from amp_patch.compat.sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
 
@@ -18,7 +23,6 @@ RANK_BATCH = 3
 
 
 def main(results: Path) -> None:
-    dist.init_process_group("gloo")
     failures: list[str] = []
     checks = [check for name, check in globals().items() if name.startswith("check_")]
     for check in checks:
@@ -126,4 +130,9 @@ def check_groups_of_neighbours() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    results, sys.argv = Path(sys.argv[1]), sys.argv[2:]
+    destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    runpy.run_path(sys.argv[0], run_name="__main__")  # which makes the group
+    dist.destroy_process_group = destroy
+    amp_patch.uninitialize()
+    main(results)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,42 +21,63 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
+ARGUMENTS = ("--opt_level", "O2", "--larc")
+
+
+def losses_in(output: str) -> list[float]:
+    return list(json.loads(output.partition("losses ")[2]))
+
+
 def torchrun(*command: str) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*launcher, "--nproc-per-node", "2", *command],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@needs_gloo
-def test_companions_agree_with_one_process_that_has_the_whole_batch(tmp_path: Path) -> None:
-    torchrun(str(WORKER), str(tmp_path))
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert found.pop("failures") == []
-    assert len(found) == 6
+class Outcome(NamedTuple):
+    """What the ranks of one `torchrun` found."""
+
+    checks: dict[str, str]
+    failures: list[str]
+    losses: list[float]
 
 
-@needs_gloo
-def test_script_and_its_migrated_twin_agree_under_torchrun(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_the_worker(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A migrated script, and the companions, compared by the ranks themselves."""
     libcst = "migrate needs libcst: pip install 'amp_patch[migrate]'"
     codemod = pytest.importorskip("amp_patch.compat.codemod", reason=libcst, exc_type=ImportError)
-    report, twin = tmp_path / "report.json", tmp_path / "distributed.py"
-    script, arguments = SCRIPTS / "distributed.py", ("--opt_level", "O2", "--larc")
-    output = torchrun("-m", "amp_patch", "run", "--report", str(report), str(script), *arguments)
-    losses = json.loads(output.partition("losses ")[2])
-    assert losses[-1] < losses[0]
-    figures = json.loads(report.read_text())
-    assert (figures["level"], figures["steps"], figures["skipped_steps"]) == ("O2", 4, 0)
+    folder = tmp_path_factory.mktemp("worker")
+    twin = folder / "distributed.py"
+    twin.write_text(codemod.migrate_source((SCRIPTS / "distributed.py").read_bytes()).source)
+    output = torchrun(str(WORKER), str(folder), str(twin), *ARGUMENTS)
+    checks = json.loads((folder / "results.json").read_text())
+    return Outcome(checks, checks.pop("failures"), losses_in(output))
 
-    twin.write_text(codemod.migrate_source(script.read_bytes()).source)
-    migrated = torchrun(str(twin), *arguments)
-    assert json.loads(migrated.partition("losses ")[2]) == losses
+
+@needs_gloo
+def test_companions_agree_with_one_process_that_has_the_whole_batch(of_the_worker: Outcome) -> None:
+    assert of_the_worker.failures == []
+    assert len(of_the_worker.checks) == 6
+
+
+@needs_gloo
+def test_script_and_its_migrated_twin_agree_under_torchrun(
+    of_the_worker: Outcome, tmp_path: Path
+) -> None:
+    report, script = str(tmp_path / "report.json"), str(SCRIPTS / "distributed.py")
+    losses = losses_in(torchrun("-m", "amp_patch", "run", "--report", report, script, *ARGUMENTS))
+    assert losses[-1] < losses[0]
+    assert of_the_worker.losses == losses
+    figures = json.loads(Path(report).read_text())
+    assert (figures["level"], figures["steps"], figures["skipped_steps"]) == ("O2", 4, 0)
 
 
 def test_converted_model_keeps_parameters_and_statistics() -> None:
