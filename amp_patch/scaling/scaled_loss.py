@@ -127,17 +127,27 @@ class ScaledLoss:
             window.unchecked.append((check, 0))
 
     def _report(self, scale: float) -> OverflowReport | None:
-        """A quiet line for what is normal; a diagnosis, once, where no smaller scale can help."""
-        scaler = self._scaler
-        could_back_off = scaler.is_dynamic and scale > scaler.min_scale
-        if could_back_off and (self._is_from_gradients or bool(torch.isfinite(self._loss).all())):
-            self._bindings[0].group.log_overflow(scale)
+        """A quiet line for what is normal; a diagnosis, once, where no smaller scale can help.
+
+        The step is skipped: there is time to look at the gradients, for whoever asks afterwards.
+        """
+        scaler, group = self._scaler, self._bindings[0].group
+        report = report_overflow(
+            self._loss,
+            scale,
+            scaler.skipped_in_a_row,
+            scaler.is_dynamic,
+            [row for binding in self._bindings for row in binding.named_gradients()],
+            is_loss_scaled=self._is_from_gradients,
+        )
+        group.note_overflow(report)
+        if scaler.is_dynamic and scale > scaler.min_scale and report.may_smaller_scale_help:
+            group.log_overflow(scale)
             return None
         if scaler.is_reported:
             return None
         scaler.is_reported = True
-        named = [row for binding in self._bindings for row in binding.named_gradients()]
-        return report_overflow(self._loss, scale, scaler.skipped_in_a_row, scaler.is_dynamic, named)
+        return report
 
 
 def _abandon(bindings: Sequence[OptimizerBinding]) -> None:
