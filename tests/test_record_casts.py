@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,34 @@ def test_user_functions_are_recorded() -> None:
     (record,) = report.records
     assert record.place.operation.endswith("double")
     assert (record.casts, record.cast_bytes, dict(record.dtypes)) == (1, 18, {"float16": 1})
+
+
+@pytest.fixture
+def operation_of_aten() -> Iterator[None]:
+    casting.register_half_function(torch.ops.aten, "mm")
+    yield
+    casting.unregister_function(torch.ops.aten, "mm")
+
+
+@pytest.mark.usefixtures("operation_of_aten")
+def test_operations_by_every_name_are_recorded() -> None:
+    kept = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    left, right = torch.ones(8, 8), torch.ones(8, 8)
+    calls = {
+        "matmul": lambda: torch.matmul(left, right),
+        "Tensor.matmul": lambda: left.matmul(right),
+        "Tensor.__matmul__": lambda: left @ right,
+        "ops.aten.mm": lambda: torch.ops.aten.mm(left, right),
+        "F.linear": lambda: F.linear(left, right),
+    }
+    for name, call in calls.items():
+        with record_casts() as report:
+            found = call()
+        assert found.dtype is torch.float16, name
+        (record,) = report.records
+        assert record.place.operation == name
+        assert (record.casts, record.calls, record.sizes) == (2, 1, {(8, 8, 8)})
+    del kept
 
 
 class TestAdvice:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 
 from amp_patch.casts.casters import casting_call
@@ -43,6 +44,8 @@ class CastRecorder:
         name = row.qualified_name.replace(":", ".").removeprefix("torch.")
         name = name.replace("nn.functional.", "F.")
         before = wrapper.call
+        # Of these wrapt takes their `__self__`, which is no argument, for the instance.
+        is_called_by_itself = isinstance(wrapper.__wrapped__, OpOverloadPacket | OpOverload)
 
         def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if (
@@ -51,6 +54,8 @@ class CastRecorder:
                 or torch.compiler.is_compiling()
             ):
                 return before(wrapped, instance, args, kwargs)
+            if is_called_by_itself:
+                instance = None
             given = args if instance is None or not is_of_torch else (instance, *args)
             one = _OneCall(self, row.rule, name, (given, kwargs))
             if is_of_torch:

@@ -12,7 +12,6 @@ from torch import nn
 
 from amp_patch.casts.installation import UserCastWrapper
 from amp_patch.casts.patcher import Patcher
-from amp_patch.casts.rules import OP_RULES
 from amp_patch.casts.wrappers import CastWrapper
 from amp_patch.errors import AmpError
 from amp_patch.slot import slot
@@ -107,16 +106,7 @@ class _RecordedHook:
 
 def _watch_wrappers(patcher: Patcher, recorder: CastRecorder) -> None:
     """Let every wrapper of this process do what it did, and tell."""
-    session = slot.require("record_casts")
-    owners = {id(row.owner): row.owner for row in OP_RULES}
-    found = {
-        id(value): value
-        for owner in owners.values()
-        for value in list(vars(owner).values())
-        if isinstance(value, CastWrapper)
-    }
-    found |= {id(wrapper): wrapper for wrapper in session.casts.wrappers.values()}
-    for wrapper in found.values():
+    for wrapper in slot.require("record_casts").casts.all_wrappers:
         is_of_torch = not isinstance(wrapper, UserCastWrapper)
         before = wrapper.call
         patcher.on_restore(_Restored(wrapper, before))
