@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -189,7 +193,57 @@ class TestColours:
         assert len(set(dashes)) == len(dashes)
 
 
+class Markup(HTMLParser):
+    """What is wrong with a page: tags that do not match, names used twice, links that lead off."""
+
+    VOID = frozenset({"br", "link", "meta"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.faults: list[str] = []
+        self._open: list[str] = []
+        self._ids: list[str] = []
+        self._used: list[str] = re.findall(r"url\((.*?)\)", page)
+        self.feed(page)
+        self.close()
+        self.faults += [f"{tag} is never closed" for tag in self._open]
+        self.faults += [f"id {one} twice" for one, count in Counter(self._ids).items() if count > 1]
+        known = {"data:,", *(f"#{one}" for one in self._ids)}
+        self.faults += [f"leads to {one}" for one in self._used if one not in known]
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self._ids += [value for name, value in attrs if name == "id"]
+        self._used += [value for name, value in attrs if name in ("href", "src", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.faults.append(f"/{tag} closes something else")
+
+
 class TestPage:
+    def test_it_is_well_formed(self, comparison: Comparison, tmp_path: Path) -> None:
+        comparison.to_html(tmp_path / "compare.html")
+        page = (tmp_path / "compare.html").read_text("utf-8")
+        assert page.startswith('<!DOCTYPE html>\n<html lang="en">')
+        assert '<meta charset="utf-8">' in page
+        assert Markup(page).faults == []
+        picture = page[page.index("<svg") : page.index("</svg>") + len("</svg>")]
+        root = ET.fromstring(picture)  # noqa: S314 (made here): it raises for bad XML
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert root.get("aria-label") == comparison.verdict
+        assert page.count("<svg") == 1
+
+    def test_what_is_not_well_formed_would_be_seen(self) -> None:
+        assert Markup("<p><b>x</p>").faults == ["/p closes something else", "p is never closed"]
+        assert Markup('<i id="a"></i><i id="a"></i>').faults == ["id a twice"]
+        assert Markup('<a href="https://x"></a>').faults == ["leads to https://x"]
+        assert Markup('<p style="fill: url(#b)"></p>').faults == ["leads to #b"]
+
     def test_it_needs_no_other_file(self, comparison: Comparison, tmp_path: Path) -> None:
         comparison.to_html(tmp_path / "compare.html")
         page = (tmp_path / "compare.html").read_text()
