@@ -1,17 +1,17 @@
-"""The command line: `python -m amp_patch demo`."""
+"""The command line: `python -m amp_patch demo`, `compare` and `doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from amp_patch.errors import AmpError
-from amp_patch.policy import OPT_LEVELS, parse_opt_level
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.tools import compare_command, doctor_command
+from amp_patch.tools.command_arguments import opt_levels, positive_count, writable_file
 from amp_patch.version import __version__
 
 DEMO_MODULES = ("numpy", "rich", "sklearn")
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A wrong argument raises SystemExit(2)."""
     options = make_parser().parse_args(arguments)
     try:
-        return run_demo(options)
+        return int(options.run(options))
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -35,7 +35,10 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m amp_patch", description="Mixed precision training in PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"amp_patch {__version__}")
-    add_demo(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_demo(commands)
+    compare_command.add_command(commands)
+    doctor_command.add_command(commands)
     return parser
 
 
@@ -79,6 +82,7 @@ def add_demo(commands: Any) -> None:
         metavar="NAME",
         help="where to train, in torch's words (default: %(default)s)",
     )
+    demo.set_defaults(run=run_demo)
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -105,32 +109,6 @@ def run_demo(options: argparse.Namespace) -> int:
         news=Console(stderr=True),
     )
     return 0
-
-
-def opt_levels(text: str) -> tuple[str, ...]:
-    """Parse "O0,O1" to the names of known levels."""
-    try:
-        levels = [parse_opt_level(name.strip()) for name in text.split(",")]
-    except AmpError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if len(set(levels)) < len(levels):
-        raise argparse.ArgumentTypeError(f"expected each level once, found {text!r}")
-    return tuple(levels)
-
-
-def positive_count(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return int(text)
-
-
-def writable_file(text: str) -> Path:
-    """Parse the path of a file; a folder that is missing shows before the training, not after."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in an existing folder, found {text!r}")
-    return path
 
 
 def usable_device(text: str) -> torch.device:

@@ -81,8 +81,69 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"session"}),
     frozenset({"slot"}),
     frozenset({"api", "casting", "state", "training"}),
+    frozenset(
+        {
+            "tools.bisection",
+            "tools.call_sites",
+            "tools.command_arguments",
+            "tools.device_probe",
+            "tools.diagnosis",
+            "tools.digits",
+            "tools.doctor_sources",
+            "tools.extras",
+            "tools.gradient_figures",
+            "tools.jobs",
+            "tools.level_table",
+            "tools.live_memory",
+            "tools.machine",
+            "tools.matrix_sizes",
+            "tools.module_paths",
+            "tools.patient",
+            "tools.plain_data",
+            "tools.processes",
+            "tools.verdict",
+        }
+    ),
+    frozenset(
+        {
+            "tools.doctor_checks",
+            "tools.doctor_order",
+            "tools.ink",
+            "tools.level_runs",
+            "tools.operation_watch",
+            "tools.text_table",
+        }
+    ),
+    frozenset(
+        {
+            "tools.cast_report",
+            "tools.comparison_page",
+            "tools.doctor",
+            "tools.level_result",
+            "tools.range_check",
+            "tools.trace_nonfinite",
+            "tools.tuning",
+        }
+    ),
+    frozenset(
+        {
+            "tools.cast_recorder",
+            "tools.comparison_plot",
+        }
+    ),
+    frozenset(
+        {
+            "tools.comparison",
+            "tools.record_casts",
+        }
+    ),
+    frozenset(
+        {
+            "tools.compare",
+            "tools.tune",
+        }
+    ),
     frozenset({"__init__"}),
-    frozenset({"tools.digits", "tools.level_table", "tools.machine"}),
     frozenset({"tools.*"}),
     frozenset({"__main__"}),
 )

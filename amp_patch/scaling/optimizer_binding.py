@@ -194,9 +194,7 @@ class OptimizerBinding:
                 self.skip_step()
                 return overflow.loss
 
-        return self.run_step(
-            attempt, functools.partial(self._run_closure, closure), *args, **kwargs
-        )
+        return self.run_step(attempt, wrapped, *args, **kwargs)
 
     def _run_closure(self, closure: Callable[[], Any]) -> Any:
         """The closure sees the weights of now, and has casts."""
@@ -230,11 +228,13 @@ class OptimizerBinding:
         self._context.cache.clear()
 
     def named_gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """The gradients of the open block, with the paths of their parameters."""
+        """The gradients of the open block, or those left by earlier ones, with their paths."""
         models = [model for model in (part.model() for part in self.models) if model is not None]
         paths = {id(p): path for model in models for path, p in model.named_parameters()}
-        fresh = self.window.fresh()
-        return [(paths.get(id(pair.model), "a parameter"), one) for pair, one in fresh]
+        found = self.window.fresh() or [
+            (pair, pair.master.grad) for pair in self.pairs() if pair.master.grad is not None
+        ]
+        return [(paths.get(id(pair.model), "a parameter"), one) for pair, one in found]
 
     def zero(self) -> None:
         """The user cleared the masters' gradients: clear the model's, and what was set aside."""

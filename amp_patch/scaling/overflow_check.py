@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -28,6 +28,7 @@ class OverflowCheck:
     ) -> None:
         self.has_overflow = False
         self.skips: tuple[bool, ...] = ()  # for each optimizer, once the check is made
+        self.on_overflow: Callable[[], object] | None = None  # told if there is one, then
         self._scaler = scaler
         self.verdicts = agreed(verdicts) if sync_overflow else verdicts
         self._skip_together = skip_together
@@ -39,6 +40,8 @@ class OverflowCheck:
         self.skips = tuple(self.has_overflow if is_shared else bool(own) for own in overflows)
         if any(own is not None for own in overflows):  # else there were no gradients at all
             self._scaler.update(self.has_overflow)
+        if self.has_overflow and self.on_overflow is not None:
+            self.on_overflow()
 
 
 def make_checks(checks: Iterable[OverflowCheck]) -> None:

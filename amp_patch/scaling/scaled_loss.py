@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -102,6 +103,8 @@ class ScaledLoss:
         for i, window in enumerate(windows):
             window.unchecked = [*earlier[i], (check, i)]
         if self._delay_overflow_check:
+            check.on_overflow = functools.partial(self._diagnose, self._scaler.scale)
+            self._loss = self._loss.detach()  # keep no graph until then
             for window in windows:
                 window.settle(keep=True)
             return None
@@ -128,16 +131,28 @@ class ScaledLoss:
 
     def _report(self, scale: float) -> OverflowReport | None:
         """A quiet line for what is normal; a diagnosis, once, where no smaller scale can help."""
-        scaler = self._scaler
-        could_back_off = scaler.is_dynamic and scale > scaler.min_scale
-        if could_back_off and (self._is_from_gradients or bool(torch.isfinite(self._loss).all())):
+        scaler, report = self._scaler, self._diagnose(scale)
+        if scaler.is_dynamic and scale > scaler.min_scale and report.may_smaller_scale_help:
             self._bindings[0].group.log_overflow(scale)
             return None
         if scaler.is_reported:
             return None
         scaler.is_reported = True
-        named = [row for binding in self._bindings for row in binding.named_gradients()]
-        return report_overflow(self._loss, scale, scaler.skipped_in_a_row, scaler.is_dynamic, named)
+        return report
+
+    def _diagnose(self, scale: float) -> OverflowReport:
+        """Look at the gradients, for whoever asks later: the step is skipped, so there is time."""
+        scaler = self._scaler
+        report = report_overflow(
+            self._loss,
+            scale,
+            scaler.skipped_in_a_row,
+            scaler.is_dynamic,
+            [row for binding in self._bindings for row in binding.named_gradients()],
+            is_loss_scaled=self._is_from_gradients,
+        )
+        self._bindings[0].group.note_overflow(report)
+        return report
 
 
 def _abandon(bindings: Sequence[OptimizerBinding]) -> None:
