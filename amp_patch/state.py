@@ -130,7 +130,7 @@ def step_was_skipped(optimizer: Any) -> bool:
         >>> amp.uninitialize()
     """
     binding = slot.require("step_was_skipped").binding_of(optimizer, "step_was_skipped")
-    return binding is not None and binding.step_was_skipped
+    return binding is not None and binding.outcome.was_skipped
 
 
 def step_will_be_skipped(optimizer: Any) -> bool:

@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "casts.spellings",
             "errors",
             "hooks",
+            "scaling.fused_step",
             "scaling.gradients",
             "scaling.overflow_report",
             "scaling.ranks",
@@ -44,7 +45,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"casts.presets", "parsing", "scaling.overflow_check", "weights.checkpoints"}),
-    frozenset({"arguments", "policy", "scaling.gradient_window"}),
+    frozenset({"arguments", "policy", "scaling.device_scale", "scaling.gradient_window"}),
     frozenset(
         {
             "call_setup",
@@ -52,9 +53,10 @@ LAYERS: tuple[frozenset[str], ...] = (
             "casts.cache",
             "scaling.optimizer_state",
             "scaling.scaler_groups",
+            "scaling.step_outcome",
         }
     ),
-    frozenset({"casts.context"}),
+    frozenset({"casts.context", "scaling.paired_groups"}),
     frozenset(
         {
             "casts.safeguards",
