@@ -12,16 +12,18 @@ ROOT = Path(__file__).parent
 
 DEMO = ["rich>=13", "scikit-learn>=1.3"]
 MIGRATE = ["libcst>=1.5"]
-PLOTS = ["matplotlib>=3.8"]
+PLOTS = ["matplotlib>=3.8", "rich>=13"]
 TEST = [
     "build>=1.2",
     "expecttest>=0.2",  # torch's own database of operations, which tests read, imports it
     "hypothesis>=6.100",
+    "matplotlib>=3.8",
     "mypy>=1.15",
     "numpy>=1.26",
     "pytest>=8.2",
     "pytest-xdist>=3.6",
     "ruff>=0.9",
+    "selenium>=4.20",
 ]
 
 
@@ -33,7 +35,7 @@ class SourceDistribution(sdist):
         self.filelist.extend(["CHANGELOG.md", "pyproject.toml"])
         for folder in ("tests", "tests/apex_scripts", "benchmarks"):
             for path in sorted((ROOT / folder).iterdir()):
-                if path.suffix in (".py", ".md"):
+                if path.suffix in (".py", ".md", ".png", ".json"):
                     self.filelist.append(str(path.relative_to(ROOT)))
         self.filelist.sort()
         self.filelist.remove_duplicates()

@@ -19,6 +19,7 @@ from amp_patch.errors import AmpError, AmpWarning
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.scaling.loss_scaler import DynamicLossScale
 from amp_patch.state import (
+    last_overflow,
     load_state_dict,
     loss_scale,
     model_state_dict,
@@ -26,6 +27,12 @@ from amp_patch.state import (
     step_was_skipped,
     step_will_be_skipped,
 )
+from amp_patch.tools.compare import compare
+from amp_patch.tools.doctor import doctor
+from amp_patch.tools.range_check import range_check
+from amp_patch.tools.record_casts import record_casts
+from amp_patch.tools.trace_nonfinite import NonFiniteError, trace_nonfinite
+from amp_patch.tools.tune import tune
 from amp_patch.training import (
     clear_cache,
     disable_casts,
@@ -41,10 +48,13 @@ __all__ = [
     "AmpError",
     "AmpWarning",
     "DynamicLossScale",
+    "NonFiniteError",
     "Policy",
     "__version__",
     "clear_cache",
+    "compare",
     "disable_casts",
+    "doctor",
     "float_function",
     "full_precision",
     "grad",
@@ -52,11 +62,14 @@ __all__ = [
     "initialize",
     "install_as_apex",
     "keep_casts",
+    "last_overflow",
     "load_state_dict",
     "loss_scale",
     "master_params",
     "model_state_dict",
     "promote_function",
+    "range_check",
+    "record_casts",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
@@ -67,6 +80,8 @@ __all__ = [
     "step_was_skipped",
     "step_will_be_skipped",
     "stored_references",
+    "trace_nonfinite",
+    "tune",
     "uninitialize",
     "unregister_function",
     "verify_casts",

@@ -1,18 +1,18 @@
-"""The command line: `python -m amp_patch demo`, `run` and `migrate`."""
+"""The command line: `demo`, `compare`, `doctor`, `run` and `migrate`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from amp_patch.compat import migrate_command, run_command
-from amp_patch.errors import AmpError
-from amp_patch.policy import OPT_LEVELS, parse_opt_level
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.tools import compare_command, doctor_command
+from amp_patch.tools.command_arguments import opt_levels, positive_count, writable_file
 from amp_patch.version import __version__
 
 DEMO_MODULES = ("numpy", "rich", "sklearn")
@@ -38,6 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"amp_patch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_demo(commands)
+    compare_command.add_command(commands)
+    doctor_command.add_command(commands)
     run_command.add_command(commands)
     migrate_command.add_command(commands)
     return parser
@@ -110,32 +112,6 @@ def run_demo(options: argparse.Namespace) -> int:
         news=Console(stderr=True),
     )
     return 0
-
-
-def opt_levels(text: str) -> tuple[str, ...]:
-    """Parse "O0,O1" to the names of known levels."""
-    try:
-        levels = [parse_opt_level(name.strip()) for name in text.split(",")]
-    except AmpError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if len(set(levels)) < len(levels):
-        raise argparse.ArgumentTypeError(f"expected each level once, found {text!r}")
-    return tuple(levels)
-
-
-def positive_count(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return int(text)
-
-
-def writable_file(text: str) -> Path:
-    """Parse the path of a file; a folder that is missing shows before the training, not after."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in an existing folder, found {text!r}")
-    return path
 
 
 def usable_device(text: str) -> torch.device:

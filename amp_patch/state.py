@@ -11,6 +11,7 @@ from torch import nn
 from amp_patch.errors import AmpError
 from amp_patch.parsing import parse_dtype
 from amp_patch.policy import CASTABLE
+from amp_patch.scaling.overflow_report import OverflowReport
 from amp_patch.slot import slot
 
 
@@ -92,6 +93,28 @@ def loss_scale(loss_id: int = 0) -> float:
     return 1.0 if session.is_idle else session.scalers.scaler(loss_id).scale
 
 
+def last_overflow() -> OverflowReport | None:
+    """What is known of the latest overflow, or None: which gradients, and whether a scale helps.
+
+    Its `gradients` name the parameters by their paths, with counts of inf and NaN and the largest
+    finite value; `may_smaller_scale_help` is False where the loss itself was inf or NaN. Does not
+    synchronise.
+
+        >>> import amp_patch as amp
+        >>> model = torch.nn.Linear(4, 2, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        >>> loss = model(torch.full((1, 4), 100.0)).sum()
+        >>> with amp.scale_loss(loss, optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> found = amp.last_overflow()
+        >>> str(found.gradients[0]), found.loss_scale, found.may_smaller_scale_help
+        ('weight (8 inf, 0 nan of 8)', 65536.0, True)
+        >>> amp.uninitialize()
+    """
+    return slot.require("last_overflow").scalers.last_overflow()
+
+
 def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last `step` of `optimizer` was skipped because of an overflow.
 
@@ -107,7 +130,7 @@ def step_was_skipped(optimizer: Any) -> bool:
         >>> amp.uninitialize()
     """
     binding = slot.require("step_was_skipped").binding_of(optimizer, "step_was_skipped")
-    return binding is not None and binding.step_was_skipped
+    return binding is not None and binding.outcome.was_skipped
 
 
 def step_will_be_skipped(optimizer: Any) -> bool:

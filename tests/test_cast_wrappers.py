@@ -171,3 +171,25 @@ def test_nothing_is_cast_inside_a_decomposition_in_float() -> None:
         expected = torch.svd_lowrank(matrix.float(), 2)
     for one, want in zip(result, expected, strict=True):
         assert torch.equal(one, want)
+
+
+def test_wrapper_calls_what_it_is_told_to_until_it_is_told_otherwise(context: CastContext) -> None:
+    wrapper, matrix = vars(torch.Tensor)["matmul"], torch.ones(2, 2)
+    before, seen = wrapper.call, []
+
+    def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(wrapper.row.qualified_name)
+        return before(wrapped, instance, args, kwargs)
+
+    taken = matrix.matmul  # bound before: it keeps what it would have called
+    wrapper.set_call(call)
+    try:
+        assert matrix.matmul(matrix).dtype is torch.bfloat16
+        assert vars(torch.Tensor)["matmul"] is wrapper
+        assert b"Tensor.matmul" in pickle.dumps(torch.Tensor.matmul)
+    finally:
+        wrapper.set_call(before)
+    taken(matrix)
+    assert matrix.matmul(matrix).dtype is torch.bfloat16
+    assert seen == ["torch:Tensor.matmul"]
+    assert wrapper.call is before

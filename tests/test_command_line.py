@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,44 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0
-    assert "demo" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    for command in ("demo", "compare", "doctor"):
+        assert command in text
+
+
+@pytest.fixture
+def its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the user in the folder in which the command is run."""
+    lines = (
+        "import torch",
+        "batches = [(torch.ones(2, 8), torch.ones(2, 8))]",
+        "half = torch.nn.Sequential(torch.nn.Linear(8, 8).half())",
+        "def build():",
+        "    model = torch.nn.Linear(8, 8)",
+        "    return model, torch.optim.SGD(model.parameters(), lr=0.1)",
+    )
+    (tmp_path / "its_model.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield "its_model"
+    sys.modules.pop("its_model", None)
+
+
+def test_levels_are_compared_from_the_command_line(
+    its_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"compare {its_model}:build --batches {its_model}:batches --levels O0,O5 --steps 2"
+    assert main([*arguments.split(), "--turns", "1", "--json", "found.json"]) == 0
+    found = json.loads(Path("found.json").read_text())
+    assert [level["label"] for level in found["levels"]] == ["O0", "O5"]
+    assert capsys.readouterr().out.rstrip().endswith(found["verdict"])
+
+
+def test_model_is_examined_from_the_command_line(
+    its_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", f"{its_model}:half", "--level", "O2"]) == 1
+    assert "[wrong] 0.weight: is in half already" in capsys.readouterr().out
 
 
 def test_help_of_the_demo_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:

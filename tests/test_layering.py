@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "casts.spellings",
             "errors",
             "hooks",
+            "scaling.fused_step",
             "scaling.gradients",
             "scaling.overflow_report",
             "scaling.ranks",
@@ -45,7 +46,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"casts.presets", "parsing", "scaling.overflow_check", "weights.checkpoints"}),
-    frozenset({"arguments", "policy", "scaling.gradient_window"}),
+    frozenset({"arguments", "policy", "scaling.device_scale", "scaling.gradient_window"}),
     frozenset(
         {
             "call_setup",
@@ -53,9 +54,10 @@ LAYERS: tuple[frozenset[str], ...] = (
             "casts.cache",
             "scaling.optimizer_state",
             "scaling.scaler_groups",
+            "scaling.step_outcome",
         }
     ),
-    frozenset({"casts.context"}),
+    frozenset({"casts.context", "scaling.paired_groups"}),
     frozenset(
         {
             "casts.safeguards",
@@ -100,8 +102,70 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"compat.fp16_optimizer", "compat.frontend", "compat.run_report"}),
     frozenset({"compat.apex_amp", "compat.flat_fp16_optimizer", "compat.script"}),
+    frozenset(
+        {
+            "tools.bisection",
+            "tools.call_sites",
+            "tools.command_arguments",
+            "tools.device_probe",
+            "tools.diagnosis",
+            "tools.digits",
+            "tools.doctor_sources",
+            "tools.extras",
+            "tools.gradient_figures",
+            "tools.jobs",
+            "tools.level_table",
+            "tools.live_memory",
+            "tools.machine",
+            "tools.matrix_sizes",
+            "tools.module_paths",
+            "tools.patient",
+            "tools.plain_data",
+            "tools.processes",
+            "tools.verdict",
+        }
+    ),
+    frozenset(
+        {
+            "tools.doctor_checks",
+            "tools.doctor_order",
+            "tools.ink",
+            "tools.level_runs",
+            "tools.operation_watch",
+            "tools.text_table",
+        }
+    ),
+    frozenset(
+        {
+            "tools.cast_report",
+            "tools.comparison_page",
+            "tools.doctor",
+            "tools.level_result",
+            "tools.range_check",
+            "tools.trace_nonfinite",
+            "tools.tuning",
+        }
+    ),
+    frozenset(
+        {
+            "tools.cast_recorder",
+            "tools.comparison_plot",
+        }
+    ),
+    frozenset(
+        {
+            "tools.comparison",
+            "tools.record_casts",
+        }
+    ),
+    frozenset(
+        {
+            "tools.compare",
+            "tools.tune",
+        }
+    ),
     frozenset({"__init__"}),
-    frozenset({"compat.targets", "tools.digits", "tools.level_table", "tools.machine"}),
+    frozenset({"compat.targets"}),
     frozenset(
         {
             "compat.codemod",

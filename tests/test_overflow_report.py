@@ -200,6 +200,79 @@ def test_a_scale_of_1_that_is_asked_to_be_dynamic_diagnoses_at_once(opt_level: s
     assert "at loss scale 1 (1 step(s) in a row skipped)" in text
 
 
+class TestLastOverflow:
+    @pytest.mark.parametrize("opt_level", LEVELS)
+    def test_it_is_kept_where_all_is_well_and_nothing_is_warned_of(self, opt_level: str) -> None:
+        model, optimizer = started(opt_level)
+        iterate(model, optimizer)
+        assert amp.last_overflow() is None
+        iterate(model, optimizer, fault=math.inf)
+        found = amp.last_overflow()
+        assert found is not None
+        assert [one.parameter for one in found.gradients] == [
+            p for p, _ in model.named_parameters()
+        ]
+        assert (found.loss_scale, found.skipped_in_a_row) == (65536.0, 1)
+        assert (found.is_loss_finite, found.is_scale_dynamic) == (True, True)
+        iterate(model, optimizer)
+        assert amp.last_overflow() is found  # also after steps that were clean
+
+    @pytest.mark.parametrize("opt_level", LEVELS)
+    def test_check_that_was_put_off_is_described_at_the_step(self, opt_level: str) -> None:
+        model, optimizer = started(opt_level)
+        model.head.bias.register_hook(lambda g: g * math.nan)
+        loss = model(torch.ones(2, 3)).float().sum() * 2.0**-10
+        with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled_loss:
+            scaled_loss.backward()
+        assert amp.last_overflow() is None
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        found = amp.last_overflow()
+        assert found is not None
+        assert [str(one) for one in found.gradients] == ["head.bias (0 inf, 1 nan of 1)"]
+        assert (found.loss_scale, found.is_loss_finite) == (65536.0, True)
+
+    def test_largest_value_is_that_of_the_finite_ones_unscaled(self) -> None:
+        model = nn.Linear(4, 2, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", loss_scale=8.0)
+        gradient = torch.tensor([[math.inf, -3.0, 2.0, math.nan], [0.0, -math.inf, 1.0, -0.5]])
+        model.weight.register_hook(lambda _: gradient * 8)
+        with pytest.warns(amp.AmpWarning, match="at loss scale 8"):
+            backward(model(torch.ones(1, 4)).float().sum(), optimizer)
+        (one,) = amp.last_overflow().gradients  # type: ignore[union-attr]
+        assert (one.infs, one.nans, one.elements, one.largest) == (2, 1, 8, 3.0)
+
+    def test_loss_from_scaled_gradients_may_be_helped(self) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        x = torch.ones(2, 4, requires_grad=True)
+        (gradient,) = amp.grad(model(x).float().sum(), x, create_graph=True)
+        backward(gradient.sum() * math.inf, optimizer)
+        found = amp.last_overflow()
+        assert found is not None
+        assert (found.is_loss_finite, found.may_smaller_scale_help) == (False, True)
+
+    def test_nothing_is_asked_of_the_gradients_where_all_is_well(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError
+
+        model, optimizer = started()
+        monkeypatch.setattr("amp_patch.scaling.scaled_loss.report_overflow", refuse)
+        iterate(model, optimizer)
+        with pytest.raises(AssertionError):
+            iterate(model, optimizer, fault=math.inf)
+
+    def test_before_initialize_and_where_amp_is_off(self) -> None:
+        with pytest.raises(amp.AmpError, match=r"^last_overflow: expected an earlier call"):
+            amp.last_overflow()
+        started(enabled=False)
+        assert amp.last_overflow() is None
+
+
 @pytest.mark.parametrize(
     ("values", "is_overflow"),
     [

@@ -168,20 +168,22 @@ def test_a_block_waits_for_the_device_at_most_once(
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_with_a_fused_optimizer_a_block_waits_once_too(
+def test_with_a_fused_optimizer_only_the_first_block_waits(
     opt_level: str, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    if kind is torch.optim.SGD:
+        optimizer.param_groups[0]["momentum"] = 0.9
     amp.initialize(model, optimizer, opt_level=opt_level)
-    for _ in range(2):
+    for expected in (1, 0, 0, 0):  # torch makes the state in the first step
         loss = model(torch.randn(1, 2)).sum() * 2.0**-10
         with counted_waits(monkeypatch) as waits:
             with amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(waits) == 1, waits
+        assert len(waits) == expected, waits
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)

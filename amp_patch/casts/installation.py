@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -28,13 +28,15 @@ class UserCastWrapper(CastWrapper):
     def __init__(self, original: Any, row: OpRule, context: CastContext) -> None:
         wrapt.FunctionWrapper.__init__(self, original, nested_call(row.rule, lambda: context))
         self._self_qualified_name = row.qualified_name
+        self._self_row = row
 
 
 class Installation:
     """Installs the casts into torch and the user's modules, and takes them out again."""
 
     def __init__(self, context: CastContext) -> None:
-        self.wrappers = _NO_WRAPPERS
+        self.wrappers = _NO_WRAPPERS  # of each function, by the function's id
+        self.all_wrappers: tuple[CastWrapper, ...] = ()  # a function with two names has two
         self._context = context
         self._patcher = Patcher()
 
@@ -51,7 +53,8 @@ class Installation:
         install_casts(self._patcher, self._context, rows)
         for row in registered:
             self._install_registered(row)
-        self.wrappers = _wrappers([*rows, *registered])
+        self.all_wrappers = tuple(_installed([*rows, *registered]))
+        self.wrappers = {id(wrapper.__wrapped__): wrapper for wrapper in self.all_wrappers}
         rebind_references(self._patcher, self.wrappers)
         pickle_by_name(self._patcher, self.wrappers)
         cast_scripted(self._patcher, self._context, self.wrappers)
@@ -64,7 +67,7 @@ class Installation:
     def remove(self) -> None:
         """Take them out. A second call does nothing."""
         self._patcher.restore()
-        self.wrappers = _NO_WRAPPERS
+        self.wrappers, self.all_wrappers = _NO_WRAPPERS, ()
         self._context.half_dtype = None
         self._context.cache.clear()
 
@@ -78,11 +81,9 @@ class Installation:
         self._patcher.replace(row.owner, row.name, wrapper)
 
 
-def _wrappers(rows: Iterable[OpRule]) -> dict[int, CastWrapper]:
-    """The wrapper of each function, by the function's id; what the user registered goes before."""
-    found = {}
+def _installed(rows: Iterable[OpRule]) -> Iterator[CastWrapper]:
+    """The wrappers in the order of `rows`."""
     for row in rows:
         wrapper = vars(row.owner).get(row.name)
         if isinstance(wrapper, CastWrapper):
-            found[id(wrapper.__wrapped__)] = wrapper
-    return found
+            yield wrapper

@@ -13,6 +13,7 @@ from amp_patch.casts.casters import casting_call
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
 from amp_patch.casts.rules import OP_RULES, OpRule
+from amp_patch.casts.safeguards import Call
 from amp_patch.errors import warn
 
 _NEWER = frozenset({"grouped_mm"})  # operations that torch 2.6 does not have yet
@@ -62,6 +63,23 @@ class CastWrapper(_Picklable, wrapt.FunctionWrapper[..., Any]):
     def __init__(self, original: Any, row: OpRule, context: CastContext) -> None:
         super().__init__(original, casting_call(original, row, context))
         self._self_qualified_name = row.qualified_name
+        self._self_row = row
+
+    @property
+    def row(self) -> OpRule:
+        """The rule that decides what is cast."""
+        return self._self_row
+
+    @property
+    def call(self) -> Call:
+        """What wrapt calls in place of the function."""
+        found: Any = self._self_wrapper
+        return found  # type: ignore[no-any-return]
+
+    def set_call(self, call: Call) -> None:
+        """Let wrapt call another: nothing stands between the wrapper and it, then or later."""
+        # wrapt lets no attribute be set by which this could be done.
+        wrapt.FunctionWrapper.__init__(self, self.__wrapped__, call)
 
 
 def install_casts(

@@ -11,9 +11,11 @@ from amp_patch.errors import AmpError
 from amp_patch.scaling import gradients
 from amp_patch.scaling.gradient_lists import Gradient, added, cloned, put, taken, to_masters
 from amp_patch.scaling.loss_scaler import LossScaler
-from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
+from amp_patch.scaling.overflow_check import OverflowCheck, make_checks, worst
 from amp_patch.scaling.ranks import Wrapper
 from amp_patch.weights.param_pairs import ParamPair
+
+Checks = list[tuple[OverflowCheck, int]]  # and which optimizer of each this is
 
 
 class Stage(Enum):
@@ -36,7 +38,7 @@ class GradientWindow:
     def __init__(self) -> None:
         self.stage = Stage.READY
         self.has_overflow = False
-        self.unchecked: list[tuple[OverflowCheck, int]] = []  # and which optimizer of it this is
+        self.unchecked: Checks = []
         self._pairs: list[ParamPair] = []
         self._unscaled: list[Gradient] = []  # of the masters, set aside; empty if none had any
         self._scaled: list[Gradient] = []  # of the model, from earlier blocks with delay_unscale
@@ -44,7 +46,7 @@ class GradientWindow:
         self._kept = 0  # blocks of this window whose gradients were kept
         self._dropped = 0  # and dropped
         self._scaler: LossScaler | None = None
-        self._scale = 1.0  # by which the delayed gradients are multiplied
+        self._scale: gradients.Scale = 1.0  # by which the loss of the block was multiplied
         self._stage_before = Stage.READY
         self._has_local = False  # some gradients set aside may be of this rank alone
         self._leaves_local = False  # the block may leave some more
@@ -57,9 +59,17 @@ class GradientWindow:
         return self.stage is not Stage.READY and bool(self._pairs)
 
     def begin(
-        self, pairs: Iterable[ParamPair], scaler: LossScaler, wrappers: Sequence[Wrapper] = ()
+        self,
+        pairs: Iterable[ParamPair],
+        scaler: LossScaler,
+        wrappers: Sequence[Wrapper] = (),
+        scale: gradients.Scale | None = None,
     ) -> None:
-        """Enter a block: set the gradients that exist aside. `wrappers` average the new ones."""
+        """Enter a block: set the gradients that exist aside. `wrappers` average the new ones.
+
+        `scale` is that of the loss, if it is not the scaler's of now.
+        """
+        scale = scaler.scale if scale is None else scale
         if self.stage is Stage.BACKWARD:
             raise AmpError(
                 "scale_loss: expected one block at a time for an optimizer, found one inside "
@@ -79,15 +89,15 @@ class GradientWindow:
         else:
             self._join(pairs)
             self._scaled = taken([pair.model for pair in self._pairs])
-            if scaler.scale != self._scale:  # it changed since, by another optimizer's overflow
+            if scale != self._scale:  # it changed since, by another optimizer's overflow
                 present = [gradient for gradient in self._scaled if gradient is not None]
-                gradients.scale_(present, scaler.scale / self._scale)
-        self._scaler, self._scale = scaler, scaler.scale
+                gradients.scale_(present, float(scale / self._scale))
+        self._scaler, self._scale = scaler, scale
         self._stage_before, self.stage = self.stage, Stage.BACKWARD
         if wrappers:
-            self._begin_averaging(scaler, wrappers)
+            self._begin_averaging(wrappers)
 
-    def _begin_averaging(self, scaler: LossScaler, wrappers: Sequence[Wrapper]) -> None:
+    def _begin_averaging(self, wrappers: Sequence[Wrapper]) -> None:
         if any(wrapper.gradient_as_bucket_view for wrapper in wrappers):
             # What was set aside may be the memory that backward writes into.
             self._unscaled = cloned(self._unscaled)
@@ -100,15 +110,15 @@ class GradientWindow:
         self._is_merged = self._has_local and any(any(flag) for flag in flags)
         if self._is_merged:
             self.is_separable = False
-            self._give_back(scaler.scale)
+            self._give_back()
 
-    def _give_back(self, scale: float) -> None:
+    def _give_back(self) -> None:
         """Put all that was set aside on the model, as backward would have left it there."""
         models = [pair.model for pair in self._pairs]
         put(models, cloned(self._scaled))
         for model, unscaled in zip(models, self._unscaled, strict=False):  # may be empty
             if unscaled is not None:
-                scaled = (unscaled * scale).to(model.dtype)
+                scaled = (unscaled * self._scale).to(model.dtype)
                 model.grad = scaled if model.grad is None else model.grad + scaled
 
     def _join(self, pairs: Iterable[ParamPair]) -> None:
@@ -161,7 +171,7 @@ class GradientWindow:
         if scaler.is_identity:
             return []
         present = [gradient for gradient in self._fresh if gradient is not None]
-        return gradients.unscale_(present, scaler.scale)
+        return gradients.unscale_(present, self._scale)
 
     def fresh(self) -> list[tuple[ParamPair, torch.Tensor]]:
         """The unscaled gradients of the block, before they are settled."""
@@ -210,6 +220,18 @@ class GradientWindow:
         self.has_overflow |= any(check.skips[i] for check, i in self.unchecked)
         self.unchecked = []
         return self.has_overflow or (self._dropped > 0 and self._kept == 0)
+
+    def take_verdict(self) -> tuple[Checks, torch.Tensor] | None:
+        """The checks that nobody has made, and what the device says of them; forgotten by asking.
+
+        None where it is known already what will become of the step.
+        """
+        verdict = worst(check.verdict(i) for check, i in self.unchecked)
+        if verdict is None or self.has_overflow or self._dropped:
+            return None
+        checks, self.unchecked = self.unchecked, []
+        self._forget_blocks()
+        return checks, verdict
 
     def zero(self) -> None:
         """The user clears the gradients: forget what was set aside, and any overflow in it."""

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 Gradients = Sequence[torch.Tensor]
+Scale = float | torch.Tensor  # 0-dim and float32, where only the device knows it
 _Group = list[torch.Tensor]
 
 
-def unscale_(gradients: Gradients, scale: float) -> list[torch.Tensor]:
+def unscale_(gradients: Gradients, scale: Scale) -> list[torch.Tensor]:
     """Divide dense or sparse `gradients` by `scale` in place; test each element for inf and NaN.
 
     Returns one 0-dim float32 tensor a device, 1.0 where a non-finite element was found. The test is
@@ -27,7 +28,7 @@ def unscale_(gradients: Gradients, scale: float) -> list[torch.Tensor]:
     for (device, _), group in _grouped(map(_values, gradients)).items():
         if device not in found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            inverse[device] = torch.tensor(1.0 / scale, dtype=torch.float32, device=device)
+            inverse[device] = _inverse(scale, device)
         _unscale_group_(group, found[device], inverse[device])
     return list(found.values())
 
@@ -106,6 +107,13 @@ def _by_dtype(first: Gradients, second: Gradients, indices: Iterable[int]) -> li
         a, b = first[i], second[i]
         groups[a.device, a.dtype, b.device, b.dtype].append(i)
     return list(groups.values())
+
+
+def _inverse(scale: Scale, device: torch.device) -> torch.Tensor:
+    if isinstance(scale, torch.Tensor):
+        return scale.reciprocal().to(device)
+    # Filled there: a tensor made here and sent would be waited for.
+    return torch.full((), 1.0 / scale, dtype=torch.float32, device=device)
 
 
 def _unscale_group_(group: _Group, found: torch.Tensor, inverse: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from amp_patch.errors import AmpError
 
@@ -47,10 +47,17 @@ class DynamicLossScale:
             raise AmpError("DynamicLossScale: " + "; ".join(wrong))
 
 
+class Ahead(Protocol):
+    """Whoever knows of blocks that a scaler was not told of yet."""
+
+    def settle(self) -> None:
+        """Tell the scaler."""
+
+
 class LossScaler:
     """The scale of one loss (Micikevicius et al., "Mixed Precision Training", ICLR 2018, 3.2).
 
-    A static scale is one whose factors are 1.
+    A static scale is one whose factors are 1. Where `ahead` is set, whoever looks waits for it.
 
         >>> scaler = LossScaler.dynamic(min_scale=1.0, max_scale=2.0**24)
         >>> scaler.update(overflow=True), scaler.scale
@@ -68,7 +75,8 @@ class LossScaler:
         min_scale: float,
         max_scale: float,
     ) -> None:
-        self.scale = scale
+        self.ahead: Ahead | None = None
+        self._scale = scale
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
@@ -110,6 +118,30 @@ class LossScaler:
         )
 
     @property
+    def scale(self) -> float:
+        """The scale now."""
+        if self.ahead is not None:
+            self.catch_up()
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self.catch_up()
+        self._scale = scale
+
+    @property
+    def unskipped(self) -> int:
+        """The clean blocks in a row since the scale changed."""
+        self.catch_up()
+        return self._unskipped
+
+    def catch_up(self) -> None:
+        """Learn what is known elsewhere."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.settle()
+
+    @property
     def is_dynamic(self) -> bool:
         """Whether an update can change the scale."""
         return self.backoff_factor != 1.0
@@ -117,7 +149,7 @@ class LossScaler:
     @property
     def is_identity(self) -> bool:
         """Whether scaling with it changes nothing, now and later: a static scale of 1."""
-        return self.scale == 1.0 and not self.is_dynamic
+        return not self.is_dynamic and self._scale == 1.0
 
     @property
     def is_at_floor(self) -> bool:
@@ -131,27 +163,28 @@ class LossScaler:
             self._unskipped = 0
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= self.hysteresis:
-                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+                self._scale = max(self._scale * self.backoff_factor, self.min_scale)
             return True
         self._unskipped += 1
         self.skipped_in_a_row = 0
         self.is_reported = False
         if self._unskipped >= self.growth_interval:
             self._unskipped = 0
-            self.scale = min(self.scale * self.growth_factor, self.max_scale)
+            self._scale = min(self._scale * self.growth_factor, self.max_scale)
         return False
 
     def state_dict(self) -> dict[str, float | int]:
         """`{"loss_scale": ..., "unskipped": ...}`, the keys of checkpoints in the field."""
-        state: dict[str, float | int] = {"loss_scale": self.scale, "unskipped": self._unskipped}
+        state: dict[str, float | int] = {"loss_scale": self.scale, "unskipped": self.unskipped}
         if self.hysteresis > 1:
             state["skipped_in_a_row"] = self.skipped_in_a_row
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave. A static scale stays as it was configured."""
+        self.catch_up()
         if self.is_dynamic:
-            self.scale = min(max(float(state["loss_scale"]), self.min_scale), self.max_scale)
+            self._scale = min(max(float(state["loss_scale"]), self.min_scale), self.max_scale)
             self._unskipped = int(state["unskipped"])
             self.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 import types
 import weakref
@@ -17,11 +16,14 @@ from amp_patch.casts.patcher import Patcher
 from amp_patch.errors import AmpError
 from amp_patch.policy import Policy
 from amp_patch.scaling import gradients
-from amp_patch.scaling.gradient_window import GradientWindow, Stage, stray_gradient_message
+from amp_patch.scaling.fused_step import skips_by_itself, step_unless
+from amp_patch.scaling.gradient_window import Checks, GradientWindow, Stage, stray_gradient_message
 from amp_patch.scaling.loss_scaler import LossScaler
-from amp_patch.scaling.optimizer_state import ClosureOverflowError, move_state, snapshot
+from amp_patch.scaling.optimizer_state import ClosureOverflowError, snapshot
+from amp_patch.scaling.paired_groups import PairedGroups
 from amp_patch.scaling.ranks import ParallelWrappers
 from amp_patch.scaling.scaler_groups import ScalerGroup
+from amp_patch.scaling.step_outcome import StepOutcome
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.param_pairs import ParamPair
 from amp_patch.weights.running_statistics import ModelParts
@@ -49,15 +51,14 @@ class OptimizerBinding:
         self.group = group
         self.models = tuple(models)
         self.window = GradientWindow()
-        self.step_was_skipped = False
+        self.outcome = StepOutcome()
         self.thread = threading.get_ident()  # in which it trains
         self._optimizer = weakref.ref(optimizer)
         self._masters = masters
         self._context = context
         self._wrappers = wrappers
         self._patcher = Patcher()
-        self._mastered: dict[int, ParamPair] = {}  # by the id of the master
-        self._known: tuple[list[torch.Tensor], list[ParamPair]] = ([], [])
+        self._groups = PairedGroups(optimizer, masters, makes_masters=policy.master_weights)
         self._is_bound = True
         try:
             self._bind(optimizer)
@@ -86,23 +87,17 @@ class OptimizerBinding:
 
     def pairs(self) -> list[ParamPair]:
         """The parameters as they are in the groups now: a user may have edited these."""
-        optimizer, mastered = self.optimizer, self._mastered
-        if optimizer is None:
-            return []
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        known, pairs = self._known
-        if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
-            pairs = [mastered.get(id(p)) or ParamPair(p, p) for p in parameters]
-            self._known = (parameters, pairs)
-        return pairs
+        return self._groups.pairs()
 
-    def before_backward(self, scaler: LossScaler, claimed: Container[int]) -> None:
-        """Enter a scale_loss block.
+    def before_backward(
+        self, scaler: LossScaler, claimed: Container[int], scale: gradients.Scale | None = None
+    ) -> None:
+        """Enter a scale_loss block, whose loss is multiplied by `scale`.
 
         `claimed` has the ids of parameters that another optimizer of the block handles already.
         At a scale that is always 1, parameters without a master are left alone.
         """
-        if scaler.is_identity and not self._mastered:
+        if scaler.is_identity and not self._groups.have_masters:
             pairs: list[ParamPair] = []
         else:
             pairs = self.pairs()
@@ -110,12 +105,13 @@ class OptimizerBinding:
             pairs = [pair for pair in pairs if pair.has_master]
         if claimed:
             pairs = [pair for pair in pairs if id(pair.master) not in claimed]
-        self.window.begin(pairs, scaler, self._wrappers.of(pair.model for pair in pairs))
+        self.outcome.drop_skipped(pairs)
+        self.window.begin(pairs, scaler, self._wrappers.of(pair.model for pair in pairs), scale)
 
     def _bind(self, optimizer: Any) -> None:
-        self._patcher.on_restore(self._unpair)
+        self._patcher.on_restore(self._groups.unpair)
         for group in optimizer.param_groups:
-            self._pair(optimizer, group["params"])
+            self._groups.pair(group["params"])
         for name, replacement in _METHODS.items():
             if hasattr(optimizer, name):  # wrappers that are no torch Optimizer lack some
                 self._replace_method(optimizer, name, replacement)
@@ -134,32 +130,9 @@ class OptimizerBinding:
         # A bound method, since schedulers take `step.__func__` and refuse or bypass anything else.
         self._patcher.replace(optimizer, name, types.MethodType(method, optimizer))
 
-    def _pair(self, optimizer: Any, parameters: list[torch.Tensor]) -> None:
-        """Put the masters into a group's `parameters`, in place, with the state that is theirs."""
-        for i, parameter in enumerate(parameters):
-            if self.policy.master_weights:
-                self._masters.ensure_master(parameter)
-            pair = self._masters.pair(parameter)
-            if pair.has_master:
-                self._mastered[id(pair.master)] = pair
-                parameters[i] = pair.master
-            if self._masters.has_cast(parameter):
-                move_state(optimizer, pair.model, pair.master, pair.master.dtype)
-
-    def _unpair(self) -> None:
-        optimizer = self.optimizer
-        for pair in self.pairs():
-            if self._masters.has_cast(pair.model):
-                dtype = self._masters.original_dtype(pair.model)
-                move_state(optimizer, pair.master, pair.model, dtype)
-        for group in [] if optimizer is None else optimizer.param_groups:
-            for i, parameter in enumerate(group["params"]):
-                pair = self._mastered.get(id(parameter), ParamPair(parameter, parameter))
-                group["params"][i] = pair.model
-
     def run_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step without casts, its masters rounded into the model afterwards."""
-        pairs = self.pairs() if self._mastered else []
+        pairs = self.pairs() if self._groups.have_masters else []
         self._refuse_stray_gradients(pairs)
         self._masters.refresh(pairs)
         self._reweigh()
@@ -176,6 +149,16 @@ class OptimizerBinding:
             for part in self.models:
                 part.statistics.forget()
             self._context.cache.clear()
+
+    def run_step_unless(
+        self, checks: Checks, overflow: torch.Tensor, original: Callable[..., Any], *args: Any
+    ) -> Any:
+        """A step that the kernel skips if `overflow`, on a device, says so."""
+        for part in self.models:
+            part.statistics.restore_where(overflow)
+        result = self.run_step(step_unless, overflow, self.optimizer, original, *args)
+        self.outcome.leave_open(checks)
+        return result
 
     def run_closure_step(
         self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -194,9 +177,7 @@ class OptimizerBinding:
                 self.skip_step()
                 return overflow.loss
 
-        return self.run_step(
-            attempt, functools.partial(self._run_closure, closure), *args, **kwargs
-        )
+        return self.run_step(attempt, wrapped, *args, **kwargs)
 
     def _run_closure(self, closure: Callable[[], Any]) -> Any:
         """The closure sees the weights of now, and has casts."""
@@ -218,7 +199,7 @@ class OptimizerBinding:
 
     def skip_step(self) -> None:
         """Leave no trace: drop the gradients, and put running statistics back."""
-        self.step_was_skipped = True
+        self.outcome.note(skipped=True)
         for pair in self.pairs():
             pair.model.grad = pair.master.grad = None
         for part in self.models:
@@ -230,11 +211,13 @@ class OptimizerBinding:
         self._context.cache.clear()
 
     def named_gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """The gradients of the open block, with the paths of their parameters."""
+        """The gradients of the open block, or those left by earlier ones, with their paths."""
         models = [model for model in (part.model() for part in self.models) if model is not None]
         paths = {id(p): path for model in models for path, p in model.named_parameters()}
-        fresh = self.window.fresh()
-        return [(paths.get(id(pair.model), "a parameter"), one) for pair, one in fresh]
+        found = self.window.fresh() or [
+            (pair, pair.master.grad) for pair in self.pairs() if pair.master.grad is not None
+        ]
+        return [(paths.get(id(pair.model), "a parameter"), one) for pair, one in found]
 
     def zero(self) -> None:
         """The user cleared the masters' gradients: clear the model's, and what was set aside."""
@@ -242,14 +225,15 @@ class OptimizerBinding:
             for part in self.models:
                 part.statistics.restore()
         self.window.zero()
-        for pair in self.pairs() if self._mastered else ():
+        self.outcome.forget_gradients()
+        for pair in self.pairs() if self._groups.have_masters else ():
             if pair.has_master:
                 pair.model.grad = None
         self._context.cache.clear()
 
     def add(self, group: dict[str, Any]) -> None:
         """Pair the parameters of a group that was just added."""
-        self._pair(self.optimizer, group["params"])
+        self._groups.pair(group["params"])
 
     def refuse_scaled_gradients(self) -> None:
         if self.window.stage is Stage.READY:
@@ -268,12 +252,16 @@ def _step(
     binding: OptimizerBinding, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     binding.refuse_scaled_gradients()
-    binding.step_was_skipped = False
+    binding.outcome.note(skipped=False)
     if args and callable(args[0]):
         return binding.run_closure_step(original, *args, **kwargs)
     if callable(kwargs.get("closure")):
         closure = kwargs.pop("closure")
         return binding.run_closure_step(original, closure, *args, **kwargs)
+    if not kwargs and skips_by_itself(binding.optimizer):
+        taken = binding.window.take_verdict()
+        if taken is not None:
+            return binding.run_step_unless(*taken, original, *args)
     if binding.window.take_overflow():
         binding.skip_step()
         return None

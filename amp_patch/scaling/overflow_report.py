@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,12 +14,16 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteGradient:
-    """The inf and NaN elements in the gradient of one parameter."""
+    """The inf and NaN elements in the gradient of one parameter.
+
+    `largest` is the largest magnitude among its finite elements, unscaled; 0.0 if there are none.
+    """
 
     parameter: str
     infs: int
     nans: int
     elements: int
+    largest: float
 
     def __str__(self) -> str:
         return f"{self.parameter} ({self.infs} inf, {self.nans} nan of {self.elements})"
@@ -27,13 +33,16 @@ class NonFiniteGradient:
 class OverflowReport:
     """What is known of one overflow.
 
-    `loss_scale` is the one with which it happened; `skipped_in_a_row` counts it too.
+    `loss_scale` is the one with which it happened; `skipped_in_a_row` counts it too. A smaller
+    scale may help unless the loss was inf or NaN before it was scaled: what a backward pass makes
+    of a finite loss is proportional to the scale, up to the inf that it ran into.
     """
 
     loss_scale: float
     skipped_in_a_row: int
     is_scale_dynamic: bool
     is_loss_finite: bool
+    may_smaller_scale_help: bool
     gradients: tuple[NonFiniteGradient, ...]
 
     def __str__(self) -> str:
@@ -71,15 +80,52 @@ def report_overflow(
     skipped_in_a_row: int,
     is_scale_dynamic: bool,
     named_gradients: Iterable[tuple[str, torch.Tensor]],
+    *,
+    is_loss_scaled: bool = False,
 ) -> OverflowReport:
-    """Look at every gradient. Synchronises."""
-    found = []
-    for name, gradient in named_gradients:
-        values = gradient.detach() if gradient.layout is torch.strided else gradient._values()
-        infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
-        if infs or nans:
-            found.append(NonFiniteGradient(name, infs, nans, values.numel()))
+    """Look at every gradient. Waits for each device twice.
+
+    `is_loss_scaled` says that the loss was computed from gradients which a scale had multiplied, so
+    that a smaller one can help where the loss is not finite.
+    """
     is_loss_finite = bool(torch.isfinite(loss.detach()).all())
     return OverflowReport(
-        loss_scale, skipped_in_a_row, is_scale_dynamic, is_loss_finite, tuple(found)
+        loss_scale,
+        skipped_in_a_row,
+        is_scale_dynamic,
+        is_loss_finite,
+        is_loss_finite or is_loss_scaled,
+        tuple(_non_finite(named_gradients)),
     )
+
+
+def _non_finite(named_gradients: Iterable[tuple[str, torch.Tensor]]) -> list[NonFiniteGradient]:
+    named = [
+        (name, one.detach() if one.layout is torch.strided else one.detach()._values())
+        for name, one in named_gradients
+        if one.numel()
+    ]
+    counts = _read([torch.stack([one.isinf().sum(), one.isnan().sum()]) for _, one in named])
+    bad = [(*row, *count) for row, count in zip(named, counts, strict=True) if any(count)]
+    largest = _read([_largest_finite(one) for _, one, _, _ in bad])
+    return [
+        NonFiniteGradient(name, int(infs), int(nans), one.numel(), float(most))
+        for (name, one, infs, nans), most in zip(bad, largest, strict=True)
+    ]
+
+
+def _largest_finite(values: torch.Tensor) -> torch.Tensor:
+    return values.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The values of `tensors`, of one shape, with one wait for each device."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        places[tensor.device, tensor.dtype].append(i)
+    found: list[Any] = [None] * len(tensors)
+    for group in places.values():
+        values = torch.stack([tensors[i] for i in group]).tolist()
+        for i, value in zip(group, values, strict=True):
+            found[i] = value
+    return found

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from amp_patch.casts.cache import CastCache
 from amp_patch.errors import warn
+from amp_patch.scaling.device_scale import DeviceScale, scale_on
+from amp_patch.scaling.fused_step import skips_by_itself
 from amp_patch.scaling.gradient_window import GradientWindow, Stage
+from amp_patch.scaling.gradients import Scale
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
 from amp_patch.scaling.overflow_report import OverflowReport, report_overflow
+from amp_patch.scaling.scaler_groups import ScalerGroup
 
 
 class ScaledLoss:
     """Context manager: gives `loss` scaled; leaves gradients of `bindings` unscaled and checked.
 
     All of `bindings` skip their next step together. If the body raises, their gradients are what
-    they were. `cache` is empty afterwards. Synchronises once, where a check is made.
+    they were. `cache` is empty afterwards. Synchronises once, where a check is made, and not at all
+    where the optimizers skip by themselves.
     """
 
     def __init__(
@@ -42,22 +48,26 @@ class ScaledLoss:
         self._bystanders = () if scaler.is_identity else tuple(bystanders)
         self._delay_unscale = delay_unscale and not scaler.is_identity
         self._delay_overflow_check = delay_overflow_check
+        self._on_device: DeviceScale | None = None
+        self._scale: Scale = 1.0  # set on entry
 
     def __enter__(self) -> torch.Tensor:
         claimed: set[int] = set()
         opened: list[OptimizerBinding] = []
+        self._on_device = self._scale_on_device()
+        self._scale = (self._on_device or self._scaler).scale
         try:
             for binding in self._bindings:
-                binding.before_backward(self._scaler, claimed)
+                binding.before_backward(self._scaler, claimed, self._scale)
                 opened.append(binding)
                 if len(self._bindings) > 1 or self._bystanders:
                     claimed.update(id(pair.master) for pair in binding.pairs())
             ready = [one for one in self._bystanders if one.window.stage is Stage.READY]
             self._bystanders = ()
             for binding in ready:
-                binding.before_backward(self._scaler, claimed)
+                binding.before_backward(self._scaler, claimed, self._scale)
                 self._bystanders = (*self._bystanders, binding)
-            return _scaled(self._loss, self._scaler)
+            return self._loss if self._scaler.is_identity else _scaled(self._loss, self._scale)
         except BaseException:
             _abandon([*opened, *self._bystanders])
             raise
@@ -101,7 +111,7 @@ class ScaledLoss:
         earlier = [window.unchecked for window in windows]
         for i, window in enumerate(windows):
             window.unchecked = [*earlier[i], (check, i)]
-        if self._delay_overflow_check:
+        if self._is_left_for_later(check):
             for window in windows:
                 window.settle(keep=True)
             return None
@@ -117,27 +127,64 @@ class ScaledLoss:
             window.settle(keep=not is_dropped)
         return report
 
+    def _is_left_for_later(self, check: OverflowCheck) -> bool:
+        """Whether the step will make the check, or ask the device to."""
+        overflow = None if self._on_device is None else check.verdict()
+        if self._on_device is not None and overflow is not None:
+            group, loss = self._bindings[0].group, self._loss.detach()
+            check.on_overflow = functools.partial(_note_late, group, self._scaler, loss)
+            self._on_device.take(check, overflow)
+        elif self._delay_overflow_check:
+            check.on_overflow = self._diagnose
+            self._loss = self._loss.detach()  # keep no graph until then
+        return check.on_overflow is not None
+
+    def _scale_on_device(self) -> DeviceScale | None:
+        """The scale, if nobody needs to know now what will become of the steps."""
+        can_wait = (
+            not (self._delay_unscale or self._delay_overflow_check or self._scaler.is_identity)
+            and self._bindings
+            and self._bindings[0].policy.overflow_drops == "window"
+            and all(
+                one.window.stage is Stage.READY and skips_by_itself(one.optimizer)
+                for one in self._bindings
+            )
+        )
+        return scale_on(self._scaler, self._loss.device) if can_wait else None
+
     def _unscale_bystander(self, window: GradientWindow) -> None:
         """An overflow among its gradients matters when it steps, and is looked for then."""
         verdicts = window.unscale(self._scaler)
         window.settle(keep=True)
         if verdicts:
-            own = LossScaler.static(self._scaler.scale)
+            own = LossScaler.static(1.0)  # no scale follows from it
             check = OverflowCheck(own, [verdicts], skip_together=True, sync_overflow=False)
             window.unchecked.append((check, 0))
 
     def _report(self, scale: float) -> OverflowReport | None:
         """A quiet line for what is normal; a diagnosis, once, where no smaller scale can help."""
-        scaler = self._scaler
-        could_back_off = scaler.is_dynamic and scale > scaler.min_scale
-        if could_back_off and (self._is_from_gradients or bool(torch.isfinite(self._loss).all())):
+        scaler, report = self._scaler, self._diagnose(scale)
+        if scaler.is_dynamic and scale > scaler.min_scale and report.may_smaller_scale_help:
             self._bindings[0].group.log_overflow(scale)
             return None
         if scaler.is_reported:
             return None
         scaler.is_reported = True
-        named = [row for binding in self._bindings for row in binding.named_gradients()]
-        return report_overflow(self._loss, scale, scaler.skipped_in_a_row, scaler.is_dynamic, named)
+        return report
+
+    def _diagnose(self, scale: float) -> OverflowReport:
+        """Look at the gradients, for whoever asks later: the step is skipped, so there is time."""
+        scaler = self._scaler
+        report = report_overflow(
+            self._loss,
+            scale,
+            scaler.skipped_in_a_row,
+            scaler.is_dynamic,
+            [row for binding in self._bindings for row in binding.named_gradients()],
+            is_loss_scaled=self._is_from_gradients,
+        )
+        self._bindings[0].group.note_overflow(report)
+        return report
 
 
 def _abandon(bindings: Sequence[OptimizerBinding]) -> None:
@@ -145,8 +192,13 @@ def _abandon(bindings: Sequence[OptimizerBinding]) -> None:
         binding.window.abandon()
 
 
-def _scaled(loss: torch.Tensor, scaler: LossScaler) -> torch.Tensor:
-    if scaler.is_identity:
-        return loss
+def _scaled(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
     wide = loss if loss.dtype is torch.float64 else loss.float()
-    return wide * scaler.scale
+    return wide * scale
+
+
+def _note_late(group: ScalerGroup, scaler: LossScaler, loss: torch.Tensor, scale: float) -> None:
+    """An overflow that was left to the device: its gradients are gone."""
+    group.log_overflow(scale)
+    skips = scaler.skipped_in_a_row
+    group.note_overflow(report_overflow(loss, scale, skips, scaler.is_dynamic, ()))

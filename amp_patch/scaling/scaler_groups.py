@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import operator
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +14,7 @@ from amp_patch.errors import AmpError, warn
 from amp_patch.parsing import OneScale
 from amp_patch.policy import Policy
 from amp_patch.scaling.loss_scaler import DynamicLossScale, LossScaler
+from amp_patch.scaling.overflow_report import OverflowReport
 from amp_patch.scaling.ranks import rank
 
 _MALFORMED = (
@@ -23,6 +26,7 @@ _MALFORMED = (
     TypeError,
     ValueError,
 )
+_overflows = itertools.count()  # of this process, to know the latest
 logger = logging.getLogger("amp_patch")
 
 
@@ -32,6 +36,7 @@ class ScalerGroup:
     def __init__(self, policy: Policy, num_losses: int, logs_overflows: bool) -> None:
         self._logs_overflows = logs_overflows
         self._overflows = 0
+        self.last_overflow: tuple[int, OverflowReport] | None = None  # and when among all groups'
         scale = policy.loss_scale
         scales = scale if isinstance(scale, tuple) else (scale,) * num_losses
         if len(scales) != num_losses:
@@ -48,6 +53,10 @@ class ScalerGroup:
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of `loss_id`."""
         return _at(self.scalers, loss_id)
+
+    def note_overflow(self, report: OverflowReport) -> None:
+        """Keep what is known of the latest overflow."""
+        self.last_overflow = (next(_overflows), report)
 
     def log_overflow(self, scale: float) -> None:
         """A line for a normal overflow: on rank 0, and ever more seldom."""
@@ -85,6 +94,11 @@ class ScalerGroups:
         """The scaler of `loss_id`, counted through all groups."""
         return _at(self._scalers(), loss_id)
 
+    def last_overflow(self) -> OverflowReport | None:
+        """What is known of the latest overflow in any group, or None."""
+        found = [group.last_overflow for group in self._alive() if group.last_overflow is not None]
+        return max(found, key=operator.itemgetter(0))[1] if found else None
+
     def state_dict(self) -> dict[str, dict[str, float | int]]:
         """The state of every scaler, as `loss_scaler0`, `loss_scaler1`, ..."""
         self._forget_dead()
@@ -117,8 +131,10 @@ class ScalerGroups:
             self._groups = [reference for reference in self._groups if reference() is not None]
 
     def _scalers(self) -> tuple[LossScaler, ...]:
-        groups = [group for group in (reference() for reference in self._groups) if group]
-        return tuple(scaler for group in groups for scaler in group.scalers)
+        return tuple(scaler for group in self._alive() for scaler in group.scalers)
+
+    def _alive(self) -> list[ScalerGroup]:
+        return [group for group in (reference() for reference in self._groups) if group]
 
 
 def _make_scaler(scale: OneScale, policy: Policy) -> LossScaler:

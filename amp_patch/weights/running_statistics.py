@@ -50,6 +50,14 @@ class RunningStatistics:
             buffer.copy_(saved)
         self._saved = []
 
+    @torch.no_grad()
+    def restore_where(self, overflow: torch.Tensor) -> None:
+        """Put back what was saved if `overflow`, a number on a device, is above 0."""
+        for buffer, saved in self._saved:
+            is_skipped = overflow.to(buffer.device) > 0
+            buffer.copy_(torch.where(is_skipped, saved, buffer))
+        self._saved = []
+
     def forget(self) -> None:
         """The step was taken."""
         self._saved = []
