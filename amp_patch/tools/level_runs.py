@@ -185,17 +185,22 @@ def _backward_without_overflow(training: Training, batch: Any, seed: int) -> flo
     return loss
 
 
-def measure_memory(job: Job, variant: Variant, seed: int) -> int:
+def measure_memory(
+    job: Job, variant: Variant, seed: int, scaler_state: Mapping[str, Any] | None = None
+) -> int:
     """The most bytes that the first steps have alive at once, the model included.
 
     On a device with an allocator of torch's, what that says; else the bytes of live tensors. What
-    building and casting the model needed for a moment does not count.
+    building and casting the model needed for a moment does not count. `scaler_state` is that of a
+    trained run: a step that is skipped for an overflow makes no state of the optimizer.
     """
     before = torch.cuda.memory_allocated()  # 0 where there is no such device
     with _caught_warnings(), LiveMemory() as memory, _running(job, variant, seed) as training:
         memory.peak = memory.now
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        if scaler_state:
+            load_state_dict(scaler_state)
         for batch in job.stream(MEMORY_STEPS):
             training.step(batch)
         peak = int(torch.cuda.max_memory_allocated()) - before

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import wrapt
 from torch import nn
 
 from amp_patch.casts.installation import UserCastWrapper
@@ -124,28 +124,22 @@ class _Restored:
         self._wrapper.set_call(self._call)
 
 
-class _ExplicitCast:
+class _ExplicitCast(wrapt.FunctionWrapper[..., Any]):
     """In place of a method of `torch.Tensor` by which code asks for a cast."""
 
     def __init__(self, name: str, original: Any, recorder: CastRecorder) -> None:
-        self._name = name
-        self._original = original
-        self._recorder = recorder
+        def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            result = wrapped(*args, **kwargs)
+            if torch.compiler.is_compiling() or not isinstance(result, torch.Tensor):
+                return result
+            source = args[0] if instance is None else instance
+            if result.dtype is not source.dtype and not is_called_by_amp(1):
+                record = recorder.report.at(recorder.place(f"Tensor.{name}", "EXPLICIT"))
+                record.calls += 1
+                recorder.note_cast(record, source, result)
+            return result
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self
-        return types.MethodType(self, instance)
-
-    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = self._original(tensor, *args, **kwargs)
-        is_cast = isinstance(result, torch.Tensor) and result.dtype is not tensor.dtype
-        if is_cast and not is_called_by_amp(1):
-            recorder = self._recorder
-            record = recorder.report.at(recorder.place(f"Tensor.{self._name}", "EXPLICIT"))
-            record.calls += 1
-            recorder.note_cast(record, tensor, result)
-        return result
+        super().__init__(original, call)
 
 
 def _watch_explicit_casts(patcher: Patcher, recorder: CastRecorder) -> None:
