@@ -189,6 +189,7 @@ def test_entry_and_exit_of_a_cast_model_are_recorded() -> None:
         model(torch.ones(2, 3))
     found = {one.place.operation: (one.casts, one.cast_bytes) for one in report.records}
     assert found == {"model entry": (1, 6 * 6), "model exit": (1, 10 * 6)}
+    assert {one.place.module for one in report.records} == {"Linear"}
 
 
 def test_user_functions_are_recorded() -> None:

@@ -82,23 +82,24 @@ class _WatchedModules(ModuleStack):
                 is_cast = isinstance(hook, (CastInputs, CastOutputs))
                 if is_cast and id(hook) not in self._known and self.recorder is not None:
                     self._known.add(id(hook))
-                    recording = _RecordedHook(hook, self.recorder)
+                    recording = _RecordedHook(hook, self.recorder, self.path_of(module))
                     self.patcher.replace(hook, "cast", recording)
 
 
 class _RecordedHook:
     """In place of the `cast` of a hook at the entry or exit of a model."""
 
-    def __init__(self, hook: CastInputs | CastOutputs, recorder: CastRecorder) -> None:
+    def __init__(self, hook: CastInputs | CastOutputs, recorder: CastRecorder, path: str) -> None:
         self._cast = hook.cast
         self._recorder = recorder
+        self._path = path  # at the exit the module runs no longer
         self._name = "entry" if isinstance(hook, CastInputs) else "exit"
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         cast = self._cast(tensor)
         if cast is not tensor:
             recorder = self._recorder
-            record = recorder.report.at(recorder.place(f"model {self._name}", "MODEL"))
+            record = recorder.report.at(recorder.place(f"model {self._name}", "MODEL", self._path))
             record.calls += 1
             recorder.note_cast(record, tensor, cast)
         return cast
