@@ -204,3 +204,22 @@ def test_a_module_compiled_in_place_before_initialize_casts() -> None:
 def test_initialize_refuses_the_compiled_model_and_names_the_order() -> None:
     with pytest.raises(amp.AmpError, match=r"call torch\.compile on what initialize returns"):
         amp.initialize(torch.compile(Net(), backend="eager"), opt_level="O4", verbosity=0)
+
+
+@pytest.mark.parametrize(("opt_level", "half"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_flex_attention_takes_mixed_dtypes(opt_level: str, half: torch.dtype) -> None:
+    model = amp.initialize(nn.Linear(1, 1), opt_level=opt_level, verbosity=0)
+    attention = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+    query, key, value = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    expected = F.scaled_dot_product_attention(query.double(), key.double(), value.double())
+    for operands in (
+        (query, key, value),
+        (query.to(half), key, value),
+        (query.to(half), key.to(half), value),
+    ):
+        result = attention(*operands)
+        assert result.dtype is half
+        # Scores of 8 products and weights of 16, each rounded to 8 bits or more.
+        torch.testing.assert_close(result.double(), expected, rtol=2**-5, atol=2**-5)
+    del model

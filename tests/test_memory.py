@@ -143,3 +143,43 @@ def test_the_objects_of_an_earlier_call_die_when_there_is_a_later_one(opt_level:
     assert alive(watched) == []
     assert list(amp.state_dict()) == ["loss_scaler0"]
     train_step(second, second_optimizer, batch())
+
+
+class _OwnNorm(nn.Module):
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        centred = source - source.mean(-1, keepdim=True)
+        return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+class _SwishBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), _OwnNorm()
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(source)
+        return self.norm(hidden * torch.sigmoid(hidden))
+
+
+def _bytes_saved_for_backward(opt_level: str) -> int:
+    model = nn.Sequential(*[_SwishBlock() for _ in range(20)])
+    model = amp.initialize(model, opt_level=opt_level, verbosity=0)
+    saved: dict[tuple[int, int], int] = {}
+    kept: list[torch.Tensor] = []  # an address that is used twice would count once
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(256, 32)).sum()
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_operations_in_float_among_half_ones_save_no_more_than_float_alone(opt_level: str) -> None:
+    in_float = _bytes_saved_for_backward("O0")
+    amp.uninitialize()
+    assert _bytes_saved_for_backward(opt_level) <= in_float

@@ -87,6 +87,35 @@ def test_traced_model_has_its_casts_and_its_weights_in_it(opt_level: str, record
     assert_identical(loaded(*inputs()).detach(), expected.detach())  # where there is no amp as well
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_graph_for_onnx_has_weights_as_inputs_and_no_half_constant(opt_level: str) -> None:
+    """The exporter to ONNX starts from this graph, in which a cached cast would be a constant."""
+    model = half_net(opt_level).eval()
+    warm(model)
+    graph, *_ = torch.jit._get_trace_graph(model, inputs())  # noqa: SLF001 (the exporter's entry)
+    assert len(list(graph.inputs())) == len(inputs()) + len(list(model.parameters()))
+    constants = [
+        node.t("value")
+        for node in graph.nodes()
+        if node.kind() == "prim::Constant"
+        and node.hasAttribute("value")
+        and node.kindOf("value") == "t"
+    ]
+    assert not [one for one in constants if one.dtype in (torch.float16, torch.bfloat16)]
+    assert "aten::to" in {node.kind() for node in graph.nodes()}
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O5"])
+def test_graph_for_onnx_of_a_half_model_is_made_in_full_precision(opt_level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    with amp.full_precision(model):
+        graph, *_ = torch.jit._get_trace_graph(model, (torch.randn(2, 4),))  # noqa: SLF001
+    assert len(list(graph.inputs())) == 1 + len(list(model.parameters()))
+    assert not {"Half", "BFloat16"} & set(str(graph).replace("(", " ").split())
+
+
 def test_traced_model_follows_its_weights() -> None:
     model = half_net()
     warm(model)

@@ -47,11 +47,11 @@ class CastCache:
         if entry is not None:
             source, version, address, of_dtype, has_history, cast = entry
             if (
-                source() is weight
-                and of_dtype is dtype
+                of_dtype is dtype
                 and version == weight._version
                 and address == weight.data_ptr()
-                and (has_history == weight.requires_grad or not _is_grad_enabled())
+                and (not _is_grad_enabled() or has_history == weight.requires_grad)
+                and source() is weight
             ):
                 if self.verifies:
                     _verify(weight, cast)

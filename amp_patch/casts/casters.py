@@ -85,19 +85,28 @@ def _make_half(original: Any, row: OpRule, context: CastContext) -> Call:
 
 
 def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
-    """As `_make_half`, and quicker for what is called most: two operands in half already."""
+    """As `_make_half`, and quicker for what is called most: two operands."""
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
+    operand = _make_operand(context)
 
     def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is None and len(args) == 2 and not kwargs:
-            one, two = args
-            dtype = active_dtype()
-            if (
-                type(one) is Tensor
-                and type(two) is Tensor
-                and (dtype is None or (one.dtype is dtype and two.dtype is dtype))
-            ):
-                return original(one, two)
+        if kwargs:
+            return in_half(wrapped, instance, args, kwargs)
+        try:
+            one, two = args if instance is None else (instance, *args)
+        except ValueError:
+            return in_half(wrapped, instance, args, kwargs)
+        dtype = active_dtype()
+        if dtype is not None:
+            if type(one) is not Tensor or one.dtype is not dtype:
+                one = operand(one, dtype)
+            if type(two) is not Tensor or two.dtype is not dtype:
+                two = operand(two, dtype)
+        try:
+            return original(one, two)
+        except RuntimeError:
+            if dtype is None or not has_sparse(args, kwargs):
+                raise
         return in_half(wrapped, instance, args, kwargs)
 
     return call
@@ -105,13 +114,8 @@ def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
 
 def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Call:
     """As `_make_half`, and quicker for layers: an input, a weight, a bias, and the geometry."""
-    in_half, active_dtype, cast = (
-        _make_half(original, row, context),
-        context.active_dtype,
-        context.cast,
-    )
-
-    cast_weight = context.cache.cast
+    in_half, active_dtype = _make_half(original, row, context), context.active_dtype
+    operand, cast_weight = _make_operand(context), context.cache.cast
 
     def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = active_dtype()
@@ -119,24 +123,31 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
             return in_half(wrapped, instance, args, kwargs)
         source, weight, bias, *geometry = args
         if type(source) is not Tensor or source.dtype is not dtype:
-            source = cast_value(cast, dtype, source)
-        if (
-            type(weight) is Parameter
-            and (bias is None or type(bias) is Parameter)
-            and not is_tracing()
-        ):
+            source = operand(source, dtype)
+        if type(weight) is Parameter and type(bias) in _WEIGHT_OR_NONE and not is_tracing():
             weight = cast_weight(weight, dtype)
             bias = bias if bias is None else cast_weight(bias, dtype)
         else:
-            weight, bias = cast_value(cast, dtype, weight), cast_value(cast, dtype, bias)
+            weight, bias = operand(weight, dtype), operand(bias, dtype)
         try:
             return original(source, weight, bias, *geometry)
         except RuntimeError:
             if not has_sparse(args, kwargs):
                 raise
-        return call_in_widest(original, cast, args, kwargs)
+        return in_half(wrapped, instance, args, kwargs)
 
     return call
+
+
+def _make_operand(context: CastContext) -> Callable[[Any, torch.dtype], Any]:
+    cast, cast_weight = context.cast, context.cache.cast
+
+    def operand(value: Any, dtype: torch.dtype) -> Any:
+        if type(value) is Parameter and not is_tracing():
+            return cast_weight(value, dtype)
+        return cast_value(cast, dtype, value)
+
+    return operand
 
 
 def _make_float(original: Any, row: OpRule, context: CastContext) -> Call:
@@ -247,6 +258,7 @@ _MAKERS: Mapping[CastRule, Callable[[Any, OpRule, CastContext], Call]] = Mapping
 )
 
 
+_WEIGHT_OR_NONE = (Parameter, type(None))
 _HALF_BY_SIGNATURE: Mapping[str, Callable[[Any, OpRule, CastContext], Call]] = MappingProxyType(
     {
         **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _make_half_of_two),

@@ -47,13 +47,14 @@ class CastContext:
         self._keeping = 0
         self._has_warned_of_autocast = False
         self._scope: ContextVar[_Scope | None] = ContextVar("amp_patch_scope", default=None)
+        self._present_scope = self._scope.get
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastContext:
         return self  # hooks of a copied model go on to share it
 
     def active_dtype(self) -> torch.dtype | None:
         """The half dtype to cast to on this thread; None where operations run untouched."""
-        scope = self._scope.get()
+        scope = self._present_scope()
         return self.half_dtype if scope is None else scope.half_dtype
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -228,15 +229,14 @@ def _model_around(scope: _Scope | None) -> _Scope | None:
 
 def is_tracing() -> bool:
     """Whether a cached cast would be baked into a graph as a constant."""
-    return bool(
-        _functorch_stack()
-        or _jit_state()
-        or _is_compiling()
-        or (_dispatch_modes() and any(map(torch._C._get_dispatch_mode, _TRACING_MODES)))
-    )
+    if _is_compiling() or _jit_state() or _functorch_stack():
+        return True
+    return _dispatch_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING_MODES))
 
 
-_functorch_stack = torch._C._functorch.peek_interpreter_stack
+# Asked at every call that has a weight. `is_compiling` costs twice as much, and is true besides
+# only in exports, which have modes.
+_is_compiling = torch.compiler.is_dynamo_compiling
 _jit_state = torch._C._get_tracing_state
-_is_compiling = torch.compiler.is_compiling
+_functorch_stack = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack

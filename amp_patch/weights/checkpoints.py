@@ -47,9 +47,10 @@ class FullPrecisionSave(_MasterHook):
         for name, tensor in held_tensors(module):
             value = state_dict.get(prefix + name)
             full = None if value is None else self.masters.full_value(tensor)
-            if full is not None:
-                keeps_variables = value is tensor
-                state_dict[prefix + name] = full if keeps_variables else full.detach()
+            if full is None or tensor.dtype is full.dtype:  # in `full_precision`: it is the value
+                continue
+            keeps_variables = value is tensor
+            state_dict[prefix + name] = full if keeps_variables else full.detach()
 
 
 class FullPrecisionLoad(_MasterHook):

@@ -234,6 +234,7 @@ def _warn_of_losses(model: nn.Module, chosen: list[OwnedTensor], dtype: torch.dt
         owned.path
         for owned in chosen
         if not owned.is_parameter
+        and not owned.tensor.is_meta  # which has no values yet
         and bool(((owned.tensor.abs() > largest) & owned.tensor.isfinite()).any())
     ]
     if lost:
