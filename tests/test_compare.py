@@ -290,6 +290,26 @@ class TestMemory:
             run()
         assert memory.peak == pytest.approx(expected, rel=0.2)
 
+    def test_allocator_of_a_device_is_asked_where_there_is_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        class Allocator:
+            def memory_allocated(self) -> int:
+                return 1000
+
+            def reset_peak_memory_stats(self) -> None:
+                asked.append("reset")
+
+            def max_memory_allocated(self) -> int:
+                return 5000
+
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: Allocator())
+        assert measure_memory(Job(build, batches), Variant.of("O0"), 0) == 4000
+        assert asked == ["reset"]
+
     def test_half_weights_need_less_than_fp32_ones(self) -> None:
         def wide() -> tuple[nn.Module, Any]:
             model = nn.Linear(256, 256)
