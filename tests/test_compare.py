@@ -256,6 +256,17 @@ class TestMemory:
         # Weights, gradients and momentum; the largest layer's update comes on top.
         assert 3 * weights <= peak <= 6 * weights
 
+    def test_state_of_the_optimizer_is_in_it_where_first_steps_overflow(self) -> None:
+        def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+            return default_loss(model, batch) * 1e4
+
+        job, level = Job(build, batches, loss), Variant.of("O1")
+        assert train(job, level, 0, STEPS).run.skipped[:2] == (0, 1)  # all that are looked at
+        settled = {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
+        momentum = sum(p.numel() * 4 for p in build()[0].parameters())
+        without = measure_memory(job, level, 0)
+        assert measure_memory(job, level, 0, settled) > without + momentum / 2
+
     @pytest.mark.parametrize("name", ["gpt", "lstm"])
     def test_peak_is_that_of_torchs_profiler(self, name: str) -> None:
         # Not of convolutions: the scratch memory inside them counts for the profiler alone.
@@ -278,6 +289,26 @@ class TestMemory:
         with LiveMemory() as memory:
             run()
         assert memory.peak == pytest.approx(expected, rel=0.2)
+
+    def test_allocator_of_a_device_is_asked_where_there_is_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        class Allocator:
+            def memory_allocated(self) -> int:
+                return 1000
+
+            def reset_peak_memory_stats(self) -> None:
+                asked.append("reset")
+
+            def max_memory_allocated(self) -> int:
+                return 5000
+
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: Allocator())
+        assert measure_memory(Job(build, batches), Variant.of("O0"), 0) == 4000
+        assert asked == ["reset"]
 
     def test_half_weights_need_less_than_fp32_ones(self) -> None:
         def wide() -> tuple[nn.Module, Any]:

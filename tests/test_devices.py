@@ -26,6 +26,9 @@ NO_DECISION = {
     ("__main__.py", "cpu"),
     # What the description of the machine says of its processor.
     ("tools/machine.py", "cpu"),
+    # Where the digits of the demonstration are, and a model that has no weights.
+    ("tools/compare_demo.py", "cpu"),
+    ("tools/doctor_checks.py", "cpu"),
 }
 
 

@@ -189,6 +189,7 @@ def test_entry_and_exit_of_a_cast_model_are_recorded() -> None:
         model(torch.ones(2, 3))
     found = {one.place.operation: (one.casts, one.cast_bytes) for one in report.records}
     assert found == {"model entry": (1, 6 * 6), "model exit": (1, 10 * 6)}
+    assert {one.place.module for one in report.records} == {"Linear"}
 
 
 def test_user_functions_are_recorded() -> None:
@@ -364,6 +365,27 @@ def test_afterwards_all_is_as_it_was(raises: bool) -> None:
     assert (wrapper.call, dict(vars(torch.Tensor))) == before
     assert vars(F)["linear"] is wrapper
     assert model(torch.randn(4, 6)).dtype is torch.float16
+
+
+def test_methods_that_cast_pass_for_themselves_inside() -> None:
+    """As torch.compile and torch.overrides want it, which look them up by hash and name."""
+    plain = {name: getattr(torch.Tensor, name) for name in ("to", "half", "bfloat16", "float")}
+    kept = amp.initialize(nn.Linear(8, 8), opt_level="O1", verbosity=0)
+    with record_casts():
+        for name, method in plain.items():
+            assert (vars(torch.Tensor)[name], vars(torch.Tensor)[name].__name__) == (method, name)
+            assert vars(torch.Tensor)[name] in {method}
+    del kept
+
+
+def test_casts_that_code_asks_for_by_the_class_are_recorded() -> None:
+    kept = amp.initialize(nn.Linear(8, 8), opt_level="O1", verbosity=0)
+    with record_casts() as report:
+        torch.Tensor.half(torch.ones(3))
+        torch.ones(3).to(torch.float32)  # none
+    (record,) = report.records
+    assert (record.place.operation, record.casts, record.cast_bytes) == ("Tensor.half", 1, 18)
+    del kept
 
 
 def test_results_are_the_same_with_and_without() -> None:

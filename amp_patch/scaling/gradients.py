@@ -25,7 +25,7 @@ def unscale_(gradients: Gradients, scale: Scale) -> list[torch.Tensor]:
     """
     found: dict[torch.device, torch.Tensor] = {}
     inverse: dict[torch.device, torch.Tensor] = {}
-    for (device, _), group in _grouped(map(_values, gradients)).items():
+    for (device, _), group in _grouped(map(elements, gradients)).items():
         if device not in found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
             inverse[device] = _inverse(scale, device)
@@ -67,7 +67,7 @@ def accumulate_(totals: Gradients, fresh: Gradients) -> list[torch.Tensor]:
 
 def scale_(tensors: Gradients, factor: float) -> None:
     """Multiply `tensors` by `factor` in place."""
-    for group in _grouped(map(_values, tensors)).values():
+    for group in _grouped(map(elements, tensors)).values():
         torch._foreach_mul_(group, factor)
 
 
@@ -75,6 +75,13 @@ def copy_(targets: Gradients, sources: Gradients) -> None:
     """Write `sources` into dense `targets`, converting dtypes. Grouped by device and dtype."""
     for pair in _by_dtype(targets, sources, range(len(targets))):
         torch._foreach_copy_([targets[i] for i in pair], [sources[i] for i in pair])
+
+
+def elements(gradient: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the elements: of a sparse gradient, or of this rank's shard."""
+    if type(gradient) is not torch.Tensor and hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    return gradient if gradient.layout is torch.strided else gradient._values()
 
 
 def _sum(total: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -85,13 +92,6 @@ def _sum(total: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
 
 def _are_dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.layout is torch.strided for tensor in tensors)
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the elements: of a sparse gradient, or of this rank's shard."""
-    if type(gradient) is not torch.Tensor and hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
-    return gradient if gradient.layout is torch.strided else gradient._values()
 
 
 def _grouped(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], _Group]:

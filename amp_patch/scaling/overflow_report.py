@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from amp_patch.scaling.gradients import elements
+
 _SHOWN = 3
 
 
@@ -100,11 +102,8 @@ def report_overflow(
 
 
 def _non_finite(named_gradients: Iterable[tuple[str, torch.Tensor]]) -> list[NonFiniteGradient]:
-    named = [
-        (name, one.detach() if one.layout is torch.strided else one.detach()._values())
-        for name, one in named_gradients
-        if one.numel()
-    ]
+    named = [(name, elements(gradient.detach())) for name, gradient in named_gradients]
+    named = [(name, one) for name, one in named if one.numel()]
     counts = _read([torch.stack([one.isinf().sum(), one.isnan().sum()]) for _, one in named])
     bad = [(*row, *count) for row, count in zip(named, counts, strict=True) if any(count)]
     largest = _read([_largest_finite(one) for _, one, _, _ in bad])
@@ -115,7 +114,7 @@ def _non_finite(named_gradients: Iterable[tuple[str, torch.Tensor]]) -> list[Non
 
 
 def _largest_finite(values: torch.Tensor) -> torch.Tensor:
-    return values.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+    return values.abs().nan_to_num(0.0, 0.0, 0.0).amax()
 
 
 def _read(tensors: Sequence[torch.Tensor]) -> list[Any]:

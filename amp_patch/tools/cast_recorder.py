@@ -68,9 +68,9 @@ class CastRecorder:
 
         return call
 
-    def place(self, operation: str, rule: str) -> Place:
-        """Here and now."""
-        return Place(operation, call_site(), self.modules.path, rule)
+    def place(self, operation: str, rule: str, module: str | None = None) -> Place:
+        """Here and now; in the module that is running, unless another is named."""
+        return Place(operation, call_site(), self.modules.path if module is None else module, rule)
 
     def note_cast(self, record: CastRecord, source: Tensor, cast: Tensor) -> None:
         """`source` was replaced by `cast` on the way into the operation, or out of it."""

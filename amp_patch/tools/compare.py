@@ -192,11 +192,11 @@ class _Experiment:
 
     def _probe(self, variant: Variant) -> None:
         label = variant.label
-        self._memory[label] = self._call(variant, "memory", measure_memory, 0)
+        trained = self._trained[label]
+        scalers = trained[0].scaler_state if trained else {}
+        self._memory[label] = self._call(variant, "memory", measure_memory, 0, scalers)
         ends = {"start": None, "end": self._last_weights()}
         for name in PROBE_WEIGHTS:
-            trained = self._trained[label]
-            scalers = trained[0].scaler_state if trained else None
             what = f"gradients at the {name}"
             found = self._call(variant, what, probe, 0, ends[name], scalers)
             if found is not None:

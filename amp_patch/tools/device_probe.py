@@ -29,37 +29,30 @@ def measure_dtypes(
     Takes about 50 ms, more where one single product takes longer than its share of that.
     """
     share = BUDGET / (len(dtypes) + 1)
-    reference = _seconds(_product(device, torch.float32), device, share)
+    reference = _seconds(_product(device, torch.float32), share)
     return {
-        dtype: DtypeSpeed(dtype, _seconds(_product(device, dtype), device, share) / reference)
+        dtype: DtypeSpeed(dtype, _seconds(_product(device, dtype), share) / reference)
         for dtype in dtypes
     }
 
 
-def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     matrix = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
 
-    def product() -> object:
+    def product() -> torch.Tensor:
         return matrix @ matrix.t()
 
     return product
 
 
-def _seconds(function: Callable[[], object], device: torch.device, share: float) -> float:
+def _seconds(function: Callable[[], torch.Tensor], share: float) -> float:
     """The shortest of as many calls as fit into the share, at least one."""
     for _ in range(_WARM_UP):
-        function()
+        function()[0, 0].item()
     shortest = float("inf")
     ends = time.perf_counter() + share
     while shortest == float("inf") or time.perf_counter() < ends:
-        _wait(device)
         started = time.perf_counter()
-        function()
-        _wait(device)
+        function()[0, 0].item()  # which waits for the device
         shortest = min(shortest, time.perf_counter() - started)
     return shortest
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -185,21 +185,35 @@ def _backward_without_overflow(training: Training, batch: Any, seed: int) -> flo
     return loss
 
 
-def measure_memory(job: Job, variant: Variant, seed: int) -> int:
+def measure_memory(
+    job: Job, variant: Variant, seed: int, scaler_state: Mapping[str, Any] | None = None
+) -> int:
     """The most bytes that the first steps have alive at once, the model included.
 
     On a device with an allocator of torch's, what that says; else the bytes of live tensors. What
-    building and casting the model needed for a moment does not count.
+    building and casting the model needed for a moment does not count. `scaler_state` is that of a
+    trained run: a step that is skipped for an overflow makes no state of the optimizer.
     """
-    before = torch.cuda.memory_allocated()  # 0 where there is no such device
+    allocator = _allocator()
+    before = 0 if allocator is None else int(allocator.memory_allocated())
     with _caught_warnings(), LiveMemory() as memory, _running(job, variant, seed) as training:
         memory.peak = memory.now
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        if allocator is not None:
+            allocator.reset_peak_memory_stats()
+        if scaler_state:
+            load_state_dict(scaler_state)
         for batch in job.stream(MEMORY_STEPS):
             training.step(batch)
-        peak = int(torch.cuda.max_memory_allocated()) - before
+        peak = 0 if allocator is None else int(allocator.max_memory_allocated()) - before
         return peak if peak > 0 else int(memory.peak)
+
+
+def _allocator() -> Any | None:
+    """The module of torch for the accelerator of this machine, if that tells of its memory."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return module if hasattr(module, "reset_peak_memory_stats") else None
 
 
 def time_steps(

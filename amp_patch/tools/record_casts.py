@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import wrapt
 from torch import nn
 
 from amp_patch.casts.installation import UserCastWrapper
@@ -82,23 +82,24 @@ class _WatchedModules(ModuleStack):
                 is_cast = isinstance(hook, (CastInputs, CastOutputs))
                 if is_cast and id(hook) not in self._known and self.recorder is not None:
                     self._known.add(id(hook))
-                    recording = _RecordedHook(hook, self.recorder)
+                    recording = _RecordedHook(hook, self.recorder, self.path_of(module))
                     self.patcher.replace(hook, "cast", recording)
 
 
 class _RecordedHook:
     """In place of the `cast` of a hook at the entry or exit of a model."""
 
-    def __init__(self, hook: CastInputs | CastOutputs, recorder: CastRecorder) -> None:
+    def __init__(self, hook: CastInputs | CastOutputs, recorder: CastRecorder, path: str) -> None:
         self._cast = hook.cast
         self._recorder = recorder
+        self._path = path  # at the exit the module runs no longer
         self._name = "entry" if isinstance(hook, CastInputs) else "exit"
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         cast = self._cast(tensor)
         if cast is not tensor:
             recorder = self._recorder
-            record = recorder.report.at(recorder.place(f"model {self._name}", "MODEL"))
+            record = recorder.report.at(recorder.place(f"model {self._name}", "MODEL", self._path))
             record.calls += 1
             recorder.note_cast(record, tensor, cast)
         return cast
@@ -124,28 +125,22 @@ class _Restored:
         self._wrapper.set_call(self._call)
 
 
-class _ExplicitCast:
+class _ExplicitCast(wrapt.FunctionWrapper[..., Any]):
     """In place of a method of `torch.Tensor` by which code asks for a cast."""
 
     def __init__(self, name: str, original: Any, recorder: CastRecorder) -> None:
-        self._name = name
-        self._original = original
-        self._recorder = recorder
+        def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            result = wrapped(*args, **kwargs)
+            if torch.compiler.is_compiling() or not isinstance(result, torch.Tensor):
+                return result
+            source = args[0] if instance is None else instance
+            if result.dtype is not source.dtype and not is_called_by_amp(1):
+                record = recorder.report.at(recorder.place(f"Tensor.{name}", "EXPLICIT"))
+                record.calls += 1
+                recorder.note_cast(record, source, result)
+            return result
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self
-        return types.MethodType(self, instance)
-
-    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = self._original(tensor, *args, **kwargs)
-        is_cast = isinstance(result, torch.Tensor) and result.dtype is not tensor.dtype
-        if is_cast and not is_called_by_amp(1):
-            recorder = self._recorder
-            record = recorder.report.at(recorder.place(f"Tensor.{self._name}", "EXPLICIT"))
-            record.calls += 1
-            recorder.note_cast(record, tensor, result)
-        return result
+        super().__init__(original, call)
 
 
 def _watch_explicit_casts(patcher: Patcher, recorder: CastRecorder) -> None:
