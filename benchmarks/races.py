@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from benchmarks.contenders import Autocast, Contender, OptLevel, Plain
 from benchmarks.models import Problem, Workload
+from benchmarks.turns import median_ratio, take_turns
 
 PLAIN = "FP32"
 AUTOCAST = "autocast"
@@ -72,13 +77,17 @@ class Race:
         autocast = self.entries[AUTOCAST]
         return self.entries[PLAIN] if autocast.verdict else autocast
 
-    def ratio(self, entry: Entry) -> float:
+    def ratio(self, entry: Entry, base: Entry | None = None) -> float:
         """Median over the turns of the entry's time to the baseline's in the same round."""
-        pairs = zip(entry.turn_seconds, self.baseline.turn_seconds, strict=True)
-        return statistics.median(mine / base for mine, base in pairs)
+        return median_ratio(entry.turn_seconds, (base or self.baseline).turn_seconds)
 
 
-def make_race(problem: Problem, workload: Workload, half_dtype: torch.dtype, device: str) -> Race:
+def make_race(
+    problem: Problem,
+    workload: Workload,
+    half_dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+) -> Race:
     """Return a race in which nothing has run yet."""
     kinds: dict[str, type[Contender]] = {PLAIN: Plain, AUTOCAST: Autocast}
     kinds |= dict.fromkeys(LEVELS[half_dtype], OptLevel)
@@ -115,7 +124,7 @@ def train_first_steps(contender: Contender) -> FirstSteps:
     """Train until `CHECKED_STEPS` steps were made, or `ATTEMPTS` tried."""
     losses: list[float] = []
     before = contender.flat_weights()
-    with contender.active():
+    with contender.active(), without_dropout(contender.model):
         for _ in range(ATTEMPTS):
             loss = contender.step()
             if not contender.was_skipped():
@@ -123,6 +132,19 @@ def train_first_steps(contender: Contender) -> FirstSteps:
             if len(losses) == CHECKED_STEPS:
                 break
     return FirstSteps(losses, contender.flat_weights() - before)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Let no chance into the model: each dtype may draw other random numbers."""
+    rates = {module: module.p for module in model.modules() if isinstance(module, _DropoutNd)}
+    for module in rates:
+        module.p = 0.0
+    try:
+        yield
+    finally:
+        for module, rate in rates.items():
+            module.p = rate
 
 
 def are_close(found: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
@@ -135,11 +157,14 @@ def are_close(found: Sequence[float], expected: Sequence[float], tolerance: floa
 def run_race(race: Race, repeats: int) -> None:
     """Check all contenders, then give each in the race `repeats` turns, round robin."""
     check_training(race)
-    entries = [entry for entry in race.entries.values() if not entry.verdict]
-    for turn in range(repeats):
-        first = turn % len(entries)  # nobody always runs behind the same neighbour's caches
-        for entry in entries[first:] + entries[:first]:
-            entry.turn_seconds.append(time_turn(entry.contender, race.workload.steps_a_turn))
+    entries = {name: entry for name, entry in race.entries.items() if not entry.verdict}
+    steps = race.workload.steps_a_turn
+    turns = take_turns(
+        {name: partial(time_turn, entry.contender, steps) for name, entry in entries.items()},
+        repeats,
+    )
+    for name, entry in entries.items():
+        entry.turn_seconds = turns[name]
 
 
 def time_turn(contender: Contender, steps: int) -> float:
