@@ -7,13 +7,12 @@ encoder layers that end at an eighth of the resolution, and a small decoder.
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 NORM_EPSILON = 1e-3
+DILATIONS = (2, 4, 8, 16)
 
 
 class Downsampler(nn.Module):
@@ -76,19 +75,35 @@ def factorized_pair(channels: int, dilation: int) -> list[nn.Module]:
     ]
 
 
-def make_erfnet(classes: int) -> nn.Module:
+def make_erfnet(classes: int, width: int = 16) -> nn.Module:
     """Return ERFNet: `(N, 3, H, W)` images to `(N, classes, H, W)` logits; H and W in eighths."""
-    wide = [FactorizedBlock(128, dropout=0.3, dilation=dilation) for dilation in (2, 4, 8, 16)]
-    wider = [FactorizedBlock(128, dropout=0.3, dilation=dilation) for dilation in (2, 4, 8, 16)]
-    return nn.Sequential(
-        Downsampler(3, 16),
-        Downsampler(16, 64),
-        *(FactorizedBlock(64, dropout=0.03) for _ in range(5)),
-        Downsampler(64, 128),
-        *chain(wide, wider),
-        Upsampler(128, 64),
-        *(FactorizedBlock(64) for _ in range(2)),
-        Upsampler(64, 16),
-        *(FactorizedBlock(16) for _ in range(2)),
-        nn.ConvTranspose2d(16, classes, 2, stride=2),
+    middle, deep = 4 * width, 8 * width
+    model = nn.Sequential(
+        Downsampler(3, width),
+        Downsampler(width, middle),
+        *(FactorizedBlock(middle, dropout=0.03) for _ in range(5)),
+        Downsampler(middle, deep),
+        *(FactorizedBlock(deep, dropout=0.3, dilation=dilation) for dilation in 2 * DILATIONS),
+        Upsampler(deep, middle),
+        *(FactorizedBlock(middle) for _ in range(2)),
+        Upsampler(middle, width),
+        *(FactorizedBlock(width) for _ in range(2)),
+        nn.ConvTranspose2d(width, classes, 2, stride=2),
     )
+    model.apply(initialize_weights)
+    return model
+
+
+def initialize_weights(module: nn.Module) -> None:
+    """Start convolutions as He et al. (arXiv:1502.01852) do, and each block as its shortcut.
+
+    From torch's own start, BatchNorm takes the biases off and blows up what is left, block after
+    block, with its roundings: in half precision the gradients of so deep a network are noise then,
+    and nothing could be said of a training step by its result. Goyal et al. (arXiv:1706.02677,
+    section 5.1) start the last norm of a block at zero.
+    """
+    if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        nn.init.zeros_(module.bias)
+    if isinstance(module, FactorizedBlock):
+        nn.init.zeros_(module.residual[-1].weight)

@@ -90,17 +90,14 @@ def ratio_row(race: Race, level: str, base: str, target: Target) -> Row:
 
 
 def mean_rows(races: Races) -> Iterator[Row]:
-    """Rows of the means over the networks of ordinary size."""
+    """Rows of the means over the networks of ordinary size, of which autocast may fail in some."""
     for level, target in MEAN_TARGETS.items():
-        measured = [
-            ratio_row(races[name, BFLOAT16], level, AUTOCAST, target).measured for name in MEAN_OF
-        ]
-        ratios = [ratio for ratio in measured if ratio is not None]
-        what = f"mean of {', '.join(MEAN_OF)}, bfloat16: {level}"
-        if len(ratios) < len(MEAN_OF):
-            yield Row(what, None, target, excuse="some could not be measured")
-        else:
-            yield Row(what, statistics.fmean(ratios), target)
+        rows = {name: ratio_row(races[name, BFLOAT16], level, AUTOCAST, target) for name in MEAN_OF}
+        ratios = {n: row.measured for n, row in rows.items() if row.measured is not None}
+        missing = [f"{name}: {row.verdict}" for name, row in rows.items() if name not in ratios]
+        left_out = f" (left out: {', '.join(missing)})" if missing else ""
+        what = f"mean of {', '.join(ratios)}, bfloat16: {level}{left_out}"
+        yield Row(what, statistics.fmean(ratios.values()) if ratios else None, target)
 
 
 def speed_up_rows(races: Races) -> Iterator[Row]:
