@@ -16,7 +16,7 @@ from typing import Any
 from amp_patch.tools.machine import describe_machine
 from benchmarks import calls, gradients, growth, inference, memory, startup, steps
 from benchmarks.rows import Report
-from benchmarks.turns import Settings
+from benchmarks.turns import QUICK, Settings
 
 GROUPS = {
     "steps": steps,
@@ -28,7 +28,6 @@ GROUPS = {
     "startup": startup,
 }
 RESULTS = Path(__file__).parent / "RESULTS.md"
-QUICK = "A quick run: sizes and repeats are tiny, and the figures say nothing about speed."
 
 
 def make_parser() -> argparse.ArgumentParser:

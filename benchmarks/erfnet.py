@@ -75,19 +75,29 @@ def factorized_pair(channels: int, dilation: int) -> list[nn.Module]:
     ]
 
 
-def make_erfnet(classes: int, width: int = 16) -> nn.Module:
-    """Return ERFNet: `(N, 3, H, W)` images to `(N, classes, H, W)` logits; H and W in eighths."""
+def make_erfnet(
+    classes: int, width: int = 16, blocks: tuple[int, int, int] = (5, 2, 2)
+) -> nn.Module:
+    """Return ERFNet: `(N, 3, H, W)` images to `(N, classes, H, W)` logits; H and W in eighths.
+
+    `blocks` are those at a quarter of the resolution, the rounds of dilated ones, and those after
+    each upsampler.
+    """
+    first, dilated, last = blocks
     middle, deep = 4 * width, 8 * width
     model = nn.Sequential(
         Downsampler(3, width),
         Downsampler(width, middle),
-        *(FactorizedBlock(middle, dropout=0.03) for _ in range(5)),
+        *(FactorizedBlock(middle, dropout=0.03) for _ in range(first)),
         Downsampler(middle, deep),
-        *(FactorizedBlock(deep, dropout=0.3, dilation=dilation) for dilation in 2 * DILATIONS),
+        *(
+            FactorizedBlock(deep, dropout=0.3, dilation=dilation)
+            for dilation in dilated * DILATIONS
+        ),
         Upsampler(deep, middle),
-        *(FactorizedBlock(middle) for _ in range(2)),
+        *(FactorizedBlock(middle) for _ in range(last)),
         Upsampler(middle, width),
-        *(FactorizedBlock(width) for _ in range(2)),
+        *(FactorizedBlock(width) for _ in range(last)),
         nn.ConvTranspose2d(width, classes, 2, stride=2),
     )
     model.apply(initialize_weights)

@@ -8,7 +8,6 @@ for the device. Then small calls, gradients and inference as `python -m benchmar
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 import warnings
@@ -36,7 +35,7 @@ from benchmarks.races import (
     make_race,
 )
 from benchmarks.rows import Report, Row, at_most, markdown_table, show
-from benchmarks.turns import Settings, median_ratio, synchronize, take_turns
+from benchmarks.turns import QUICK, Settings, median_ratio, synchronize, take_turns
 
 ROUNDS = 5
 LIMIT_S = 300.0  # after which no other problem is begun
@@ -137,7 +136,6 @@ def run_problem(
     makers = {name: maker_of(entry.contender, problem) for name, entry in entries.items()}
     title = race.title
     del race, entries
-    gc.collect()
     findings = {
         name: Finding(turns[name], peak_bytes(make, settings.device), waits[name])
         for name, make in makers.items()
@@ -215,7 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = find_device()
     switch_tf32_off()
     name = "the CPU" if device.type == "cpu" else device_name(device)
-    print(f"# On {name}\n\n{describe_machine()}\n", flush=True)
+    about = f"{describe_machine()}\n\n{QUICK}" if options.tiny else f"{describe_machine()}"
+    print(f"# On {name}\n\n{about}\n", flush=True)
     data: dict[str, Any] = {"device": name, "torch": torch.__version__, "reports": {}}
     for title, report in reports(Settings(options.tiny, device), started):
         text = f"## {title}\n\n{report}\n"

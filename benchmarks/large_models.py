@@ -127,8 +127,8 @@ TINY_PROBLEMS = {
     ),
     "erfnet": problem(
         "tiny ERFNet",
-        lambda: make_erfnet(PIXEL_CLASSES, width=4),
-        Workload("1 x 3 x 32 x 64", lambda: scenes(1, 32, 64), steps_a_turn=1),
+        lambda: make_erfnet(PIXEL_CLASSES, width=4, blocks=(1, 0, 1)),
+        Workload("1 x 3 x 16 x 32", lambda: scenes(1, 16, 32), steps_a_turn=1),
         compute_loss=loss_of_classes_second,
     ),
     "lstm": problem(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.contenders import Contender
+from benchmarks.large_models import TINY_PROBLEMS
 from benchmarks.models import PROBLEMS, Gpt, Problem, Workload, texts
 from benchmarks.races import AUTOCAST, PLAIN, check_training, dtype_name, make_race
 from benchmarks.rows import Report, Row, at_most, markdown_table
@@ -34,6 +35,7 @@ PLAN = [
     *((PROBLEMS[name], torch.bfloat16) for name in ("gpt", "resnet", "erfnet", "lstm")),
     (NARROW_GPT, torch.float16),
 ]
+QUICK_PLAN = [(TINY_PROBLEMS["gpt"], torch.bfloat16), (TINY_PROBLEMS["mlp"], torch.float16)]
 PATCHED = {torch.bfloat16: "O4", torch.float16: "O1"}  # casts around operations
 MASTERED = {torch.bfloat16: "O5", torch.float16: "O2"}  # half weights with masters
 
@@ -73,7 +75,6 @@ class LiveBytes(TorchDispatchMode):
 
 def peak_bytes(contender_of: Any, device: torch.device) -> int:
     """Return the most bytes in use during a step, from `contender_of()`, made inside, on."""
-    gc.collect()
     if device.type == "cpu":
         with LiveBytes() as live:
             contender = contender_of()
@@ -83,6 +84,7 @@ def peak_bytes(contender_of: Any, device: torch.device) -> int:
                 run_steps(contender, STEPS)
         return live.peak
     allocator = torch.get_device_module(device)
+    gc.collect()
     allocator.empty_cache()
     before = allocator.memory_allocated(device)
     contender = contender_of()
@@ -103,11 +105,10 @@ def measure(settings: Settings) -> Report:
     """Check the contenders, then count."""
     rows: list[Row] = []
     counts: list[list[str]] = []
-    for problem, half_dtype in PLAN:
+    for problem, half_dtype in QUICK_PLAN if settings.is_quick else PLAN:
         print(f"  {problem.name}, {dtype_name(half_dtype)}", file=sys.stderr, flush=True)
-        load = problem.small if settings.is_quick else problem.full
-        peaks, told = count_problem(problem, load, half_dtype, settings.device)
-        title = f"{problem.name}, {load.size}, {dtype_name(half_dtype)}"
+        peaks, told = count_problem(problem, problem.full, half_dtype, settings.device)
+        title = f"{problem.name}, {problem.full.size}, {dtype_name(half_dtype)}"
         rows += problem_rows(title, peaks, told, half_dtype)
         levels = (PATCHED[half_dtype], MASTERED[half_dtype])
         names = (PLAIN, AUTOCAST, *levels)

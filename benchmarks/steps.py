@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from benchmarks.large_models import TINY_PROBLEMS
 from benchmarks.models import PROBLEMS
 from benchmarks.races import AUTOCAST, LEVELS, PLAIN, Race, dtype_name, make_race, run_race
 from benchmarks.rows import Report, Row, Target, at_least, at_most, markdown_table
@@ -53,9 +54,8 @@ def plan_races(settings: Settings) -> Races:
     """Return a race for each problem and half dtype, ERFNet in bfloat16 only."""
     has_fast_float16 = not settings.is_quick and float16_cost() < SLOW_FLOAT16
     plan: Races = {}
-    for name, problem in PROBLEMS.items():
-        full = problem.small if settings.is_quick else problem.full
-        plan[name, BFLOAT16] = make_race(problem, full, BFLOAT16)
+    for name, problem in (TINY_PROBLEMS if settings.is_quick else PROBLEMS).items():
+        plan[name, BFLOAT16] = make_race(problem, problem.full, BFLOAT16)
         if name != "erfnet":  # float16 convolutions have no fast backward pass on any CPU
             is_full = has_fast_float16 and name != "resnet"
             load = problem.full if is_full else problem.small

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-QUICK_ROUNDS = 2
+QUICK_ROUNDS = 1
+QUICK = "A quick run: sizes and repeats are tiny, and the figures say nothing about speed."
 
 Turn = TypeVar("Turn")
 
