@@ -27,6 +27,7 @@ GROUPS = {
     "memory": memory,
     "startup": startup,
 }
+HEAD = "# Results\n\nWritten by `python -m benchmarks --write`, never by hand."
 RESULTS = Path(__file__).parent / "RESULTS.md"
 
 
@@ -55,6 +56,7 @@ def run_group(name: str, settings: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     measure: Callable[[Settings], Report] = GROUPS[name].measure
     report = measure(settings)
+    report = report.without_verdicts() if settings.is_quick else report
     seconds = time.perf_counter() - started
     text = f"## {GROUPS[name].TITLE}\n\n`{name}`, {seconds:.0f} s\n\n{report}\n"
     print(text, flush=True)
@@ -79,14 +81,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = describe_run(load, options.quick)
     print(about, end="\n\n", flush=True)
     settings = Settings(is_quick=options.quick)
-    groups = {name: run_group(name, settings) for name in options.names or GROUPS}
-    if options.json is not None:
-        write_data(options.json, groups, load, is_quick=options.quick)
-    if options.write is not None:
-        head = "# Results\n\nWritten by `python -m benchmarks --write`, never by hand."
-        texts = [head, about, *(group["text"] for group in groups.values())]
-        options.write.write_text("\n\n".join(map(str.strip, texts)) + "\n", encoding="utf-8")
+    groups: dict[str, dict[str, Any]] = {}
+    for name in options.names or GROUPS:
+        groups[name] = run_group(name, settings)
+        # Each time, so that a run that is cut short leaves something.
+        if options.json is not None:
+            write_data(options.json, groups, load, is_quick=options.quick)
+        if options.write is not None:
+            write_text(options.write, groups, about)
     return 0
+
+
+def write_text(path: Path, groups: dict[str, dict[str, Any]], about: str) -> None:
+    """Write all tables as Markdown."""
+    texts = [HEAD, about, *(group["text"] for group in groups.values())]
+    path.write_text("\n\n".join(map(str.strip, texts)) + "\n", encoding="utf-8")
 
 
 def write_data(

@@ -75,7 +75,8 @@ class LiveBytes(TorchDispatchMode):
 
 def peak_bytes(contender_of: Any, device: torch.device) -> int:
     """Return the most bytes in use during a step, from `contender_of()`, made inside, on."""
-    if device.type == "cpu":
+    allocator = torch.get_device_module(device)
+    if not hasattr(allocator, "max_memory_allocated"):
         with LiveBytes() as live:
             contender = contender_of()
             with contender.active():
@@ -83,7 +84,6 @@ def peak_bytes(contender_of: Any, device: torch.device) -> int:
                 live.peak = live.now
                 run_steps(contender, STEPS)
         return live.peak
-    allocator = torch.get_device_module(device)
     gc.collect()
     allocator.empty_cache()
     before = allocator.memory_allocated(device)

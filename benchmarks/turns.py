@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 QUICK_ROUNDS = 1
+PARTS = 5  # of a turn of small calls
 QUICK = "A quick run: sizes and repeats are tiny, and the figures say nothing about speed."
 
 Turn = TypeVar("Turn")
@@ -59,10 +60,14 @@ def median_difference(mine: Sequence[float], base: Sequence[float]) -> float:
 
 
 def seconds_a_call(statement: str, names: dict[str, Any], calls: int) -> float:
-    """Return the time of one execution of `statement`, after some to warm up."""
+    """Return the time of one execution of `statement` in the quickest part of `calls` of them.
+
+    A part takes milliseconds, and whatever comes between makes it longer, never shorter.
+    """
     timer = timeit.Timer(statement, globals=names)
-    timer.timeit(max(1, calls // 10))
-    return timer.timeit(calls) / calls
+    calls_a_part = max(1, calls // PARTS)
+    timer.timeit(calls_a_part)
+    return min(timer.repeat(PARTS, calls_a_part)) / calls_a_part
 
 
 def synchronize(device: torch.device) -> None:
