@@ -112,16 +112,10 @@ def measure(settings: Settings) -> Report:
         rows += problem_rows(title, peaks, told, half_dtype)
         levels = (PATCHED[half_dtype], MASTERED[half_dtype])
         names = (PLAIN, AUTOCAST, *levels)
-        counts.append(
-            [title, *(f"{peaks[name] / MEBIBYTE:.1f}" for name in names if name in peaks)]
-        )
+        shown = [f"{peaks[name] / MEBIBYTE:.1f}" if name in peaks else "-" for name in names]
+        counts.append([title, *shown])
     headings = ("MiB at the peak", PLAIN, AUTOCAST, "O1, O4", "O2, O5")
-    return Report(rows, [markdown_table(headings, [pad(row, len(headings)) for row in counts])])
-
-
-def pad(cells: list[str], count: int) -> list[str]:
-    """Return the cells and dashes for those that are missing."""
-    return cells + ["-"] * (count - len(cells))
+    return Report(rows, [markdown_table(headings, counts)])
 
 
 def count_problem(
