@@ -19,7 +19,7 @@ from benchmarks.rows import Report, Row, at_least, at_most
 from benchmarks.turns import Settings, median_ratio, synchronize, take_turns
 
 TITLE = "Inference with batch 1, ratio to autocast"
-ROUNDS = 15
+ROUNDS = 10
 FORWARDS_A_TURN = 5
 WARM_UP_FORWARDS = 2
 HALF = torch.bfloat16

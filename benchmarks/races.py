@@ -22,6 +22,7 @@ PLAIN = "FP32"
 AUTOCAST = "autocast"
 LEVELS = {torch.bfloat16: ("O0", "O4", "O5"), torch.float16: ("O0", "O1", "O2", "O3")}
 WARM_UP_STEPS = 2
+LIMIT_S = 20.0  # of a race, where arithmetic is slow: so long a turn needs fewer of them
 
 # Who trains wrongly is not timed. The losses of the first steps may be off FP32's by this much,
 # relative to them: one rounding is off by up to 2^-11 in float16 and 2^-8 in bfloat16, and tens of
@@ -98,14 +99,14 @@ def make_race(
     return Race(problem, workload, half_dtype, entries)
 
 
-def check_training(race: Race) -> None:
+def check_training(race: Race, steps: int = CHECKED_STEPS) -> None:
     """Rule out who fails or whose first steps are not those of FP32. These steps are not timed."""
-    expected = train_first_steps(race.entries[PLAIN].contender)
+    expected = train_first_steps(race.entries[PLAIN].contender, steps)
     for name, entry in race.entries.items():
         if name == PLAIN:
             continue
         try:
-            found = train_first_steps(entry.contender)
+            found = train_first_steps(entry.contender, steps)
         except (RuntimeError, TypeError, ValueError) as error:  # as torch reports what it lacks
             entry.rule_out("raises", f"{type(error).__name__}: {first_sentence(error)}")
             continue
@@ -120,8 +121,8 @@ def check_training(race: Race) -> None:
             )
 
 
-def train_first_steps(contender: Contender) -> FirstSteps:
-    """Train until `CHECKED_STEPS` steps were made, or `ATTEMPTS` tried."""
+def train_first_steps(contender: Contender, steps: int) -> FirstSteps:
+    """Train until so many steps were made, or `ATTEMPTS` tried."""
     losses: list[float] = []
     before = contender.flat_weights()
     with contender.active(), without_dropout(contender.model):
@@ -129,7 +130,7 @@ def train_first_steps(contender: Contender) -> FirstSteps:
             loss = contender.step()
             if not contender.was_skipped():
                 losses.append(loss.item())
-            if len(losses) == CHECKED_STEPS:
+            if len(losses) == steps:
                 break
     return FirstSteps(losses, contender.flat_weights() - before)
 
@@ -162,6 +163,7 @@ def run_race(race: Race, repeats: int) -> None:
     turns = take_turns(
         {name: partial(time_turn, entry.contender, steps) for name, entry in entries.items()},
         repeats,
+        LIMIT_S,
     )
     for name, entry in entries.items():
         entry.turn_seconds = turns[name]

@@ -12,7 +12,7 @@ from benchmarks.rows import Report, Row, at_most
 from benchmarks.turns import Settings
 
 TITLE = "Start-up"
-PROCESSES = 7
+PROCESSES = 5
 ROOT = Path(__file__).resolve().parent.parent
 
 # The oracle: the output is half inside and FP32's, bit for bit, afterwards.

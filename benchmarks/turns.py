@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 QUICK_ROUNDS = 1
+FEWEST_ROUNDS = 3
 PARTS = 5  # of a turn of small calls
 QUICK = "A quick run: sizes and repeats are tiny, and the figures say nothing about speed."
 
@@ -34,15 +37,22 @@ class Settings:
         return quick if self.is_quick else full
 
 
-def take_turns(contenders: Mapping[str, Callable[[], Turn]], rounds: int) -> dict[str, list[Turn]]:
+def take_turns(
+    contenders: Mapping[str, Callable[[], Turn]], rounds: int, limit_s: float = math.inf
+) -> dict[str, list[Turn]]:
     """Call each contender `rounds` times, in turns, and return what its turns returned.
+
+    After `limit_s` seconds no round is begun beyond the third.
 
     Each round starts with another one, so that nobody always runs behind the same neighbour's
     caches, and what slows the machine down for a while hits all of them.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     names = list(contenders)
+    started = time.perf_counter()
     for turn in range(rounds):
+        if turn >= FEWEST_ROUNDS and time.perf_counter() - started > limit_s:
+            break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             turns[name].append(contenders[name]())

@@ -114,6 +114,11 @@ def test_each_round_starts_with_another_contender() -> None:
     assert turns == {"a": ["a"] * 4, "b": ["b"] * 4, "c": ["c"] * 4}
 
 
+def test_slow_rounds_are_fewer_but_never_less_than_three() -> None:
+    assert len(take_turns({"a": lambda: 1}, 10, limit_s=0.0)["a"]) == 3
+    assert len(take_turns({"a": lambda: 1}, 2, limit_s=0.0)["a"]) == 2
+
+
 def test_ratio_and_difference_are_medians_over_rounds() -> None:
     mine, base = [2.0, 30.0, 8.0], [1.0, 10.0, 2.0]
     assert median_ratio(mine, base) == 3.0
