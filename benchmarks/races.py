@@ -22,6 +22,7 @@ PLAIN = "FP32"
 AUTOCAST = "autocast"
 LEVELS = {torch.bfloat16: ("O0", "O4", "O5"), torch.float16: ("O0", "O1", "O2", "O3")}
 WARM_UP_STEPS = 2
+TURN_S = 1.0  # of one contender, where arithmetic is slow: so long a step needs no repeats
 LIMIT_S = 20.0  # of a race, where arithmetic is slow: so long a turn needs fewer of them
 
 # Who trains wrongly is not timed. The losses of the first steps may be off FP32's by this much,
@@ -173,10 +174,10 @@ def time_turn(contender: Contender, steps: int) -> float:
     """Return the median time of `steps` steps, switching on and first steps left out."""
     seconds: list[float] = []
     with contender.active():
-        for _ in range(WARM_UP_STEPS):
+        for _ in steps_in_time(WARM_UP_STEPS):
             contender.step()
             contender.was_skipped()
-        for _ in range(steps):
+        for _ in steps_in_time(steps):
             started = time.perf_counter()
             contender.step().item()  # waits for the device
             elapsed = time.perf_counter() - started
@@ -185,6 +186,14 @@ def time_turn(contender: Contender, steps: int) -> float:
     if not seconds:
         raise RuntimeError(f"{contender.name}: expected steps to time, found all {steps} skipped")
     return statistics.median(seconds)
+
+
+def steps_in_time(steps: int) -> Iterator[int]:
+    """Count the steps; none is begun, but the first, once a turn takes long."""
+    started = time.perf_counter()
+    for step in range(steps):
+        if step == 0 or time.perf_counter() - started < TURN_S:
+            yield step
 
 
 def first_sentence(error: Exception) -> str:
