@@ -1,4 +1,4 @@
-"""The four training problems that the step-time benchmark times."""
+"""The training problems of the benchmarks: a model, a batch, a loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.erfnet import make_erfnet
+
 VOCABULARY = 512
 IMAGE_CLASSES = 10
+PIXEL_CLASSES = 20
+SQUARE = 16  # pixels
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,16 @@ class Workload:
     steps_a_turn: int
 
 
+def loss_of_classes_last(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of `(N, ..., C)` logits."""
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def loss_of_classes_second(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of `(N, C, ...)` logits."""
+    return functional.cross_entropy(logits, targets)
+
+
 @dataclass(frozen=True)
 class Problem:
     """A model with a batch of full size, and one that a CPU can do in float16 in little time."""
@@ -39,18 +53,21 @@ class Problem:
     make_model: Callable[[], nn.Module]
     full: Workload
     small: Workload
+    compute_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = loss_of_classes_last
 
 
 class Gpt(nn.Module):
     """A decoder-only transformer with pre-norm blocks: `(N, T)` tokens to `(N, T, V)` logits."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(0.02 * torch.randn(context, width))
         self.blocks = nn.Sequential(*(GptBlock(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next token at each position."""
@@ -114,11 +131,11 @@ class ResidualBlock(nn.Module):
 class LstmLanguageModel(nn.Module):
     """Embedding, LSTM and a linear layer: `(N, T)` tokens to `(N, T, V)` logits."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.lstm = nn.LSTM(width, width, num_layers=layers, batch_first=True)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next token at each position."""
@@ -126,12 +143,12 @@ class LstmLanguageModel(nn.Module):
         return self.head(hidden)
 
 
-def make_mlp() -> nn.Module:
-    """Return five linear layers of 64 with ReLU between them."""
-    layers: list[nn.Module] = [nn.Linear(64, 64)]
-    for _ in range(4):
-        layers += [nn.ReLU(), nn.Linear(64, 64)]
-    return nn.Sequential(*layers)
+def make_mlp(layers: int = 5, width: int = 64) -> nn.Module:
+    """Return linear layers with ReLU between them."""
+    modules: list[nn.Module] = [nn.Linear(width, width)]
+    for _ in range(layers - 1):
+        modules += [nn.ReLU(), nn.Linear(width, width)]
+    return nn.Sequential(*modules)
 
 
 def make_resnet() -> nn.Module:
@@ -162,19 +179,31 @@ def make_lstm() -> nn.Module:
     return LstmLanguageModel(layers=2, width=128)
 
 
-def vectors(count: int) -> Batch:
-    """Return `count` random vectors of 64 with one of 64 classes each."""
-    return Batch(torch.randn(count, 64), torch.randint(64, (count,)))
+def vectors(count: int, width: int = 64) -> Batch:
+    """Return `count` random vectors with one of `width` classes each."""
+    return Batch(torch.randn(count, width), torch.randint(width, (count,)))
 
 
-def images(count: int) -> Batch:
-    """Return `count` random images of 3 x 32 x 32 with a class each."""
-    return Batch(torch.randn(count, 3, 32, 32), torch.randint(IMAGE_CLASSES, (count,)))
+def images(count: int, side: int = 32, classes: int = IMAGE_CLASSES) -> Batch:
+    """Return `count` random square images of three colours with a class each."""
+    return Batch(torch.randn(count, 3, side, side), torch.randint(classes, (count,)))
 
 
-def texts(count: int, length: int) -> Batch:
+def scenes(count: int, height: int, width: int) -> Batch:
+    """Return `count` images of three colours, in noise, with a class for each pixel.
+
+    Squares of one class have one colour. Where each pixel had a class of its own, gradients would
+    be sums of noise that cancel, and in half precision nothing but roundings.
+    """
+    squares = torch.randint(PIXEL_CLASSES, (count, height // SQUARE, width // SQUARE))
+    targets = squares.repeat_interleave(SQUARE, 1).repeat_interleave(SQUARE, 2)
+    colours = torch.randn(PIXEL_CLASSES, 3)[targets].permute(0, 3, 1, 2)
+    return Batch(colours + 0.5 * torch.randn(count, 3, height, width), targets)
+
+
+def texts(count: int, length: int, vocabulary: int = VOCABULARY) -> Batch:
     """Return `count` random texts of `length` tokens and the token that follows each."""
-    tokens = torch.randint(VOCABULARY, (count, length + 1))
+    tokens = torch.randint(vocabulary, (count, length + 1))
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
@@ -196,6 +225,13 @@ PROBLEMS = {
         make_resnet,
         full=Workload("32 images", lambda: images(32), steps_a_turn=4),
         small=Workload("4 images", lambda: images(4), steps_a_turn=3),
+    ),
+    "erfnet": Problem(
+        "ERFNet",
+        lambda: make_erfnet(PIXEL_CLASSES),
+        full=Workload("1 x 3 x 128 x 256", lambda: scenes(1, 128, 256), steps_a_turn=3),
+        small=Workload("1 x 3 x 32 x 64", lambda: scenes(1, 32, 64), steps_a_turn=3),
+        compute_loss=loss_of_classes_second,
     ),
     "lstm": Problem(
         "LSTM, 2 layers of 128",

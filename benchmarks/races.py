@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from benchmarks.contenders import Autocast, Contender, OptLevel, Plain
 from benchmarks.models import Problem, Workload
+from benchmarks.turns import median_ratio, take_turns
 
 PLAIN = "FP32"
 AUTOCAST = "autocast"
 LEVELS = {torch.bfloat16: ("O0", "O4", "O5"), torch.float16: ("O0", "O1", "O2", "O3")}
 WARM_UP_STEPS = 2
+TURN_S = 1.0  # of one contender, where arithmetic is slow: so long a step needs no repeats
+LIMIT_S = 20.0  # of a race, where arithmetic is slow: so long a turn needs fewer of them
 
 # Who trains wrongly is not timed. The losses of the first steps may be off FP32's by this much,
 # relative to them: one rounding is off by up to 2^-11 in float16 and 2^-8 in bfloat16, and tens of
@@ -72,13 +79,17 @@ class Race:
         autocast = self.entries[AUTOCAST]
         return self.entries[PLAIN] if autocast.verdict else autocast
 
-    def ratio(self, entry: Entry) -> float:
+    def ratio(self, entry: Entry, base: Entry | None = None) -> float:
         """Median over the turns of the entry's time to the baseline's in the same round."""
-        pairs = zip(entry.turn_seconds, self.baseline.turn_seconds, strict=True)
-        return statistics.median(mine / base for mine, base in pairs)
+        return median_ratio(entry.turn_seconds, (base or self.baseline).turn_seconds)
 
 
-def make_race(problem: Problem, workload: Workload, half_dtype: torch.dtype, device: str) -> Race:
+def make_race(
+    problem: Problem,
+    workload: Workload,
+    half_dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+) -> Race:
     """Return a race in which nothing has run yet."""
     kinds: dict[str, type[Contender]] = {PLAIN: Plain, AUTOCAST: Autocast}
     kinds |= dict.fromkeys(LEVELS[half_dtype], OptLevel)
@@ -89,14 +100,14 @@ def make_race(problem: Problem, workload: Workload, half_dtype: torch.dtype, dev
     return Race(problem, workload, half_dtype, entries)
 
 
-def check_training(race: Race) -> None:
+def check_training(race: Race, steps: int = CHECKED_STEPS) -> None:
     """Rule out who fails or whose first steps are not those of FP32. These steps are not timed."""
-    expected = train_first_steps(race.entries[PLAIN].contender)
+    expected = train_first_steps(race.entries[PLAIN].contender, steps)
     for name, entry in race.entries.items():
         if name == PLAIN:
             continue
         try:
-            found = train_first_steps(entry.contender)
+            found = train_first_steps(entry.contender, steps)
         except (RuntimeError, TypeError, ValueError) as error:  # as torch reports what it lacks
             entry.rule_out("raises", f"{type(error).__name__}: {first_sentence(error)}")
             continue
@@ -111,18 +122,31 @@ def check_training(race: Race) -> None:
             )
 
 
-def train_first_steps(contender: Contender) -> FirstSteps:
-    """Train until `CHECKED_STEPS` steps were made, or `ATTEMPTS` tried."""
+def train_first_steps(contender: Contender, steps: int) -> FirstSteps:
+    """Train until so many steps were made, or `ATTEMPTS` tried."""
     losses: list[float] = []
     before = contender.flat_weights()
-    with contender.active():
+    with contender.active(), without_dropout(contender.model):
         for _ in range(ATTEMPTS):
             loss = contender.step()
             if not contender.was_skipped():
                 losses.append(loss.item())
-            if len(losses) == CHECKED_STEPS:
+            if len(losses) == steps:
                 break
     return FirstSteps(losses, contender.flat_weights() - before)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Let no chance into the model: each dtype may draw other random numbers."""
+    rates = {module: module.p for module in model.modules() if isinstance(module, _DropoutNd)}
+    for module in rates:
+        module.p = 0.0
+    try:
+        yield
+    finally:
+        for module, rate in rates.items():
+            module.p = rate
 
 
 def are_close(found: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
@@ -135,29 +159,43 @@ def are_close(found: Sequence[float], expected: Sequence[float], tolerance: floa
 def run_race(race: Race, repeats: int) -> None:
     """Check all contenders, then give each in the race `repeats` turns, round robin."""
     check_training(race)
-    entries = [entry for entry in race.entries.values() if not entry.verdict]
-    for turn in range(repeats):
-        first = turn % len(entries)  # nobody always runs behind the same neighbour's caches
-        for entry in entries[first:] + entries[:first]:
-            entry.turn_seconds.append(time_turn(entry.contender, race.workload.steps_a_turn))
+    entries = {name: entry for name, entry in race.entries.items() if not entry.verdict}
+    steps = race.workload.steps_a_turn
+    turns = take_turns(
+        {name: partial(time_turn, entry.contender, steps) for name, entry in entries.items()},
+        repeats,
+        LIMIT_S,
+    )
+    for name, entry in entries.items():
+        entry.turn_seconds = turns[name]
 
 
 def time_turn(contender: Contender, steps: int) -> float:
-    """Return the median time of `steps` steps, switching on and first steps left out."""
-    seconds: list[float] = []
+    """Return the median time of `steps` steps, switching on and first steps left out.
+
+    There are fewer where they are slow, but one at least that was not skipped.
+    """
     with contender.active():
-        for _ in range(WARM_UP_STEPS):
-            contender.step()
-            contender.was_skipped()
-        for _ in range(steps):
-            started = time.perf_counter()
-            contender.step().item()  # waits for the device
-            elapsed = time.perf_counter() - started
-            if not contender.was_skipped():  # a skipped step is cheaper than it should be
-                seconds.append(elapsed)
+        run_turn(contender, WARM_UP_STEPS)
+        seconds = run_turn(contender, steps)
     if not seconds:
-        raise RuntimeError(f"{contender.name}: expected steps to time, found all {steps} skipped")
+        raise RuntimeError(f"{contender.name}: expected steps to time, found all skipped")
     return statistics.median(seconds)
+
+
+def run_turn(contender: Contender, steps: int) -> list[float]:
+    """Return the times of the steps that were made."""
+    seconds: list[float] = []
+    begun = time.perf_counter()
+    for attempt in range(max(steps, ATTEMPTS)):
+        started = time.perf_counter()
+        if seconds and (attempt >= steps or started - begun > TURN_S):
+            break
+        contender.step().item()  # waits for the device
+        elapsed = time.perf_counter() - started
+        if not contender.was_skipped():  # a skipped step is cheaper than it should be
+            seconds.append(elapsed)
+    return seconds
 
 
 def first_sentence(error: Exception) -> str:

@@ -1,39 +1,137 @@
-"""Time a training step at each opt level beside `torch.autocast`: `python -m benchmarks.steps`."""
+"""The time of a training step, beside `torch.autocast` (and a `GradScaler` in float16)."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import os
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from amp_patch.tools.machine import describe_machine
-from benchmarks.models import PROBLEMS, Problem
-from benchmarks.races import AUTOCAST, PLAIN, Race, dtype_name, make_race, run_race
+from benchmarks.large_models import TINY_PROBLEMS
+from benchmarks.models import PROBLEMS
+from benchmarks.races import AUTOCAST, LEVELS, PLAIN, Race, dtype_name, make_race, run_race
+from benchmarks.rows import Report, Row, Target, at_least, at_most, markdown_table
+from benchmarks.turns import Settings, seconds_a_call
 
+TITLE = "Training step, ratio to autocast"
+ROUNDS = 10
 COLUMNS = (PLAIN, "O0", "O1, O4", "O2, O5", "O3")
-DEFAULT_REPEATS = 10
+
+# Most CPUs have no fast float16 arithmetic. Where matrix products take more than this many times
+# as long as in FP32, the batches of the float16 races are small, or they would take many minutes.
+SLOW_FLOAT16 = 4.0
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+TARGETS: dict[tuple[str, torch.dtype], dict[str, Target]] = {
+    ("mlp", BFLOAT16): {"O4": at_most(1.05), "O5": at_most(1.0)},
+    ("mlp", FLOAT16): {"O1": at_most(0.9), "O2": at_most(0.88)},
+    ("gpt", BFLOAT16): {"O4": at_most(1.02), "O5": at_most(1.0)},
+    ("gpt", FLOAT16): {"O1": at_most(1.02), "O2": at_most(1.0)},
+    ("resnet", BFLOAT16): {"O4": at_most(1.02), "O5": at_most(1.0)},
+    ("erfnet", BFLOAT16): {"O4": at_most(1.02), "O5": at_most(1.0)},
+    ("lstm", BFLOAT16): {"O4": at_most(1.02), "O5": at_most(1.05)},
+}
+MEAN_OF = ("gpt", "resnet", "erfnet", "lstm")
+MEAN_TARGETS = {"O4": at_most(1.0), "O5": at_most(0.98)}
+SPEED_UPS = {"gpt": at_least(1.5), "resnet": at_least(2.0)}  # over FP32, on a CPU with AMX
+
+Races = dict[tuple[str, torch.dtype], Race]
+
+
+def measure(settings: Settings) -> Report:
+    """Check and time all contenders for all problems."""
+    races = plan_races(settings)
+    for race in races.values():
+        print(f"  {race.title}", file=sys.stderr, flush=True)
+        run_race(race, settings.rounds(ROUNDS))
+    rows = [*level_rows(races), *mean_rows(races), *speed_up_rows(races), *recurrent_rows(races)]
+    details = [make_table(list(races.values())), "\n".join(make_notes(list(races.values())))]
+    return Report(rows, [note for note in details if note])
+
+
+def plan_races(settings: Settings) -> Races:
+    """Return a race for each problem and half dtype, ERFNet in bfloat16 only."""
+    has_fast_float16 = not settings.is_quick and float16_cost() < SLOW_FLOAT16
+    plan: Races = {}
+    for name, problem in (TINY_PROBLEMS if settings.is_quick else PROBLEMS).items():
+        plan[name, BFLOAT16] = make_race(problem, problem.full, BFLOAT16)
+        if name != "erfnet":  # float16 convolutions have no fast backward pass on any CPU
+            is_full = has_fast_float16 and name != "resnet"
+            load = problem.full if is_full else problem.small
+            plan[name, FLOAT16] = make_race(problem, load, FLOAT16)
+    return plan
+
+
+def float16_cost() -> float:
+    """Return the time of a float16 matrix product to that of one in FP32."""
+    single = torch.randn(256, 256)
+    seconds = [
+        min(seconds_a_call("x @ x", {"x": x}, 3) for _ in range(3)) for x in (single.half(), single)
+    ]
+    return seconds[0] / seconds[1]
+
+
+def level_rows(races: Races) -> Iterator[Row]:
+    """Rows of each level beside autocast."""
+    for key, targets in TARGETS.items():
+        race = races[key]
+        for level, target in targets.items():
+            yield ratio_row(race, level, AUTOCAST, target)
+
+
+def ratio_row(race: Race, level: str, base: str, target: Target) -> Row:
+    """Return the row of a level's time to that of another contender."""
+    what = f"{race.title}: {level}"
+    for name in (level, base):
+        if race.entries[name].verdict:
+            return Row(what, None, target, excuse=f"{name} {race.entries[name].verdict}")
+    return Row(what, race.ratio(race.entries[level], race.entries[base]), target)
+
+
+def mean_rows(races: Races) -> Iterator[Row]:
+    """Rows of the means over the networks of ordinary size, of which autocast may fail in some."""
+    for level, target in MEAN_TARGETS.items():
+        rows = {name: ratio_row(races[name, BFLOAT16], level, AUTOCAST, target) for name in MEAN_OF}
+        ratios = {n: row.measured for n, row in rows.items() if row.measured is not None}
+        missing = [f"{name}: {row.verdict}" for name, row in rows.items() if name not in ratios]
+        left_out = f" (left out: {', '.join(missing)})" if missing else ""
+        what = f"mean of {', '.join(ratios)}, bfloat16: {level}{left_out}"
+        yield Row(what, statistics.fmean(ratios.values()) if ratios else None, target)
+
+
+def speed_up_rows(races: Races) -> Iterator[Row]:
+    """Rows of how many times faster than FP32 a level is."""
+    for name, target in SPEED_UPS.items():
+        race = races[name, BFLOAT16]
+        for level in MEAN_TARGETS:
+            ratio = ratio_row(race, level, PLAIN, target).measured
+            speed_up = None if ratio is None else 1 / ratio
+            what = f"{race.title}: {level}, times faster than FP32"
+            excuse = "" if has_amx() else "no AMX here"
+            yield Row(what, speed_up, target, excuse=excuse)
+
+
+def has_amx() -> bool:
+    """Whether this CPU multiplies matrices of half precision in hardware, as far as torch tells."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return supported is not None and supported()
+
+
+def recurrent_rows(races: Races) -> Iterator[Row]:
+    """A row of how many levels train the LSTM in float16, where autocast may raise."""
+    race = races["lstm", FLOAT16]
+    levels = LEVELS[FLOAT16]
+    right = [level for level in levels if not race.entries[level].verdict]
+    told = race.entries[AUTOCAST].verdict or "trains it too"
+    what = f"{race.title}: levels that train as FP32 does (autocast: {told})"
+    yield Row(what, len(right), at_least(len(levels)), unit="levels")
 
 
 def make_table(races: Sequence[Race]) -> str:
-    """Return a Markdown table of one row a race."""
-    rows = [["model", "batch", "half dtype", f"{AUTOCAST}, ms", *COLUMNS]]
-    rows += [make_row(race) for race in races]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
-    return "\n".join(lines)
+    """Return a Markdown table of one row a race, with all contenders."""
+    headings = ["model", "batch", "half dtype", f"{AUTOCAST}, ms", *COLUMNS]
+    return markdown_table(headings, [make_row(race) for race in races])
 
 
 def make_row(race: Race) -> list[str]:
@@ -51,104 +149,11 @@ def make_row(race: Race) -> list[str]:
 def make_notes(races: Sequence[Race]) -> list[str]:
     """Return one line for each contender that was ruled out, and what the star means."""
     notes = [
-        f"{race.title}: {name} {entry.verdict}: {entry.reason}"
+        f"- {race.title}: {name} {entry.verdict}: {entry.reason}"
         for race in races
         for name, entry in race.entries.items()
         if entry.verdict
     ]
     if any(race.entries[AUTOCAST].verdict for race in races):
-        notes.append(f"* ratio to {PLAIN}, because there is no {AUTOCAST} to compare with")
+        notes.append(f"- \\* ratio to {PLAIN}, because there is no {AUTOCAST} to compare with")
     return notes
-
-
-def make_data(races: Sequence[Race], repeats: int) -> dict[str, Any]:
-    """Return all figures as plain data."""
-    return {
-        **asdict(describe_machine()),
-        "repeats": repeats,
-        "races": [
-            {
-                "model": race.problem.name,
-                "batch": race.workload.size,
-                "half_dtype": dtype_name(race.half_dtype),
-                "baseline": race.baseline.contender.name,
-                "contenders": {
-                    name: {
-                        "verdict": entry.verdict or "timed",
-                        "reason": entry.reason,
-                        "ratio": None if entry.verdict else race.ratio(entry),
-                        "turn_seconds": entry.turn_seconds,
-                    }
-                    for name, entry in race.entries.items()
-                },
-            }
-            for race in races
-        ],
-    }
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
-    parser.add_argument(
-        "--models",
-        default=",".join(PROBLEMS),
-        help="which of the models to train, with commas between (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=DEFAULT_REPEATS,
-        metavar="N",
-        help="turns of each contender (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--float16",
-        choices=("none", "small", "full"),
-        default="small",
-        help="size of the batches in float16, which most CPUs compute very slowly; "
-        "full takes many minutes there (default: %(default)s)",
-    )
-    parser.add_argument("--device", default="cpu", help="in torch's words (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    return parser
-
-
-def plan_races(options: argparse.Namespace, problems: Sequence[Problem]) -> list[Race]:
-    """Return the races of a run, bfloat16 first for each model."""
-    races = []
-    for problem in problems:
-        plan = [(problem.full, torch.bfloat16)]
-        if options.float16 != "none":
-            float16_load = problem.full if options.float16 == "full" else problem.small
-            plan.append((float16_load, torch.float16))
-        races += [make_race(problem, load, half, options.device) for load, half in plan]
-    return races
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print its table."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    unknown = [name for name in names if name not in PROBLEMS]
-    if unknown or options.repeats < 1:
-        parser.error(
-            f"expected models among {', '.join(PROBLEMS)} and at least 1 repeat, "
-            f"found {options.models!r} and {options.repeats}"
-        )
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
-    races = plan_races(options, [PROBLEMS[name] for name in names])
-    for race in races:
-        print(f"{race.title} ...", file=sys.stderr)
-        run_race(race, options.repeats)
-    print(make_table(races), *make_notes(races), sep="\n")
-    print(f"{describe_machine()}, repeats: {options.repeats}, load before: {load:.2f}")
-    if options.json is not None:
-        data = make_data(races, options.repeats)
-        options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

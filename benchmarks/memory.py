@@ -1,0 +1,155 @@
+"""The peak memory of a training step: weights, gradients, optimizer state and activations."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.contenders import Contender
+from benchmarks.large_models import TINY_PROBLEMS
+from benchmarks.models import PROBLEMS, Gpt, Problem, Workload, texts
+from benchmarks.races import AUTOCAST, PLAIN, check_training, dtype_name, make_race
+from benchmarks.rows import Report, Row, at_most, markdown_table
+from benchmarks.turns import Settings
+
+TITLE = "Peak memory of a training step"
+WARM_UP_STEPS = 1  # after which masters and momentum are there
+STEPS = 1
+CHECKED_STEPS = 1  # `steps` checks more of them
+MEBIBYTE = 2**20
+
+# Float16 arithmetic is slow on most CPUs, and its bytes are those of bfloat16: a narrow one does.
+NARROW_GPT = Problem(
+    "GPT, 4 layers of 64",
+    lambda: Gpt(layers=4, width=64, heads=4, context=128),
+    full=Workload("8 x 128 tokens", lambda: texts(8, 128), steps_a_turn=1),
+    small=Workload("1 x 16 tokens", lambda: texts(1, 16), steps_a_turn=1),
+)
+PLAN = [
+    *((PROBLEMS[name], torch.bfloat16) for name in ("gpt", "resnet", "erfnet", "lstm")),
+    (NARROW_GPT, torch.float16),
+]
+QUICK_PLAN = [(TINY_PROBLEMS["gpt"], torch.bfloat16), (TINY_PROBLEMS["mlp"], torch.float16)]
+PATCHED = {torch.bfloat16: "O4", torch.float16: "O1"}  # casts around operations
+MASTERED = {torch.bfloat16: "O5", torch.float16: "O2"}  # half weights with masters
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that were made inside and are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata  # noqa: SLF001 (the same for all views of it)
+        if key in self._known:
+            return
+        self._known.add(key)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size).atexit = False
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def peak_bytes(contender_of: Any, device: torch.device) -> int:
+    """Return the most bytes in use during a step, from `contender_of()`, made inside, on."""
+    allocator = torch.get_device_module(device)
+    if not hasattr(allocator, "max_memory_allocated"):
+        with LiveBytes() as live:
+            contender = contender_of()
+            with contender.active():
+                run_steps(contender, WARM_UP_STEPS)
+                live.peak = live.now
+                run_steps(contender, STEPS)
+        return live.peak
+    gc.collect()
+    allocator.empty_cache()
+    before = allocator.memory_allocated(device)
+    contender = contender_of()
+    with contender.active():
+        run_steps(contender, WARM_UP_STEPS)
+        allocator.reset_peak_memory_stats(device)
+        run_steps(contender, STEPS)
+        return allocator.max_memory_allocated(device) - before
+
+
+def run_steps(contender: Contender, steps: int) -> None:
+    """Train until so many steps were made; those that were skipped use as much memory."""
+    for _ in range(steps):
+        contender.step().item()
+
+
+def measure(settings: Settings) -> Report:
+    """Check the contenders, then count."""
+    rows: list[Row] = []
+    counts: list[list[str]] = []
+    for problem, half_dtype in QUICK_PLAN if settings.is_quick else PLAN:
+        print(f"  {problem.name}, {dtype_name(half_dtype)}", file=sys.stderr, flush=True)
+        peaks, told = count_problem(problem, problem.full, half_dtype, settings.device)
+        title = f"{problem.name}, {problem.full.size}, {dtype_name(half_dtype)}"
+        rows += problem_rows(title, peaks, told, half_dtype)
+        levels = (PATCHED[half_dtype], MASTERED[half_dtype])
+        names = (PLAIN, AUTOCAST, *levels)
+        shown = [f"{peaks[name] / MEBIBYTE:.1f}" if name in peaks else "-" for name in names]
+        counts.append([title, *shown])
+    headings = ("MiB at the peak", PLAIN, AUTOCAST, "O1, O4", "O2, O5")
+    return Report(rows, [markdown_table(headings, counts)])
+
+
+def count_problem(
+    problem: Problem, load: Workload, half_dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the peak of each contender that trains as FP32 does, and why the others do not."""
+    race = make_race(problem, load, half_dtype, device)
+    wanted = (PLAIN, AUTOCAST, PATCHED[half_dtype], MASTERED[half_dtype])
+    for name in race.entries.keys() - set(wanted):
+        del race.entries[name]
+    check_training(race, CHECKED_STEPS)
+    told = {name: race.entries[name].verdict for name in wanted if race.entries[name].verdict}
+    kinds = {name: type(race.entries[name].contender) for name in wanted if name not in told}
+    del race
+    return {
+        name: peak_bytes(lambda: kind(name, half_dtype, problem, load, device), device)  # noqa: B023
+        for name, kind in kinds.items()
+    }, told
+
+
+def problem_rows(
+    title: str, peaks: dict[str, int], told: dict[str, str], half_dtype: torch.dtype
+) -> Iterator[Row]:
+    """Rows of one problem."""
+    patched, mastered = PATCHED[half_dtype], MASTERED[half_dtype]
+    for level, base, limit in (
+        (patched, AUTOCAST, 1.02),
+        (mastered, AUTOCAST, 1.0),
+        (mastered, PLAIN, 0.75),
+    ):
+        what = f"{title}: {level}, ratio to {base}"
+        missing = [name for name in (level, base) if name not in peaks]
+        if missing:
+            yield Row(what, None, at_most(limit), excuse=f"{missing[0]} {told[missing[0]]}")
+        else:
+            yield Row(what, peaks[level] / peaks[base], at_most(limit))
