@@ -79,7 +79,10 @@ def model_state_dict(model: nn.Module, dtype: torch.dtype | None = None) -> dict
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The present loss scale of `loss_id`; 1.0 with `enabled=False`. Does not synchronise.
+    """The present loss scale of `loss_id`; 1.0 with `enabled=False`.
+
+    Does not synchronise, except after steps of fused optimizers that have skipped by themselves, or
+    might have: then it waits once for what became of them.
 
     >>> import amp_patch as amp
     >>> model = torch.nn.Linear(4, 2)
@@ -97,8 +100,8 @@ def last_overflow() -> OverflowReport | None:
     """What is known of the latest overflow, or None: which gradients, and whether a scale helps.
 
     Its `gradients` name the parameters by their paths, with counts of inf and NaN and the largest
-    finite value; `may_smaller_scale_help` is False where the loss itself was inf or NaN. Does not
-    synchronise.
+    finite value; `may_smaller_scale_help` is False where the loss itself was inf or NaN. There are
+    no names for a step that a fused optimizer skipped by itself. Synchronises as `loss_scale` does.
 
         >>> import amp_patch as amp
         >>> model = torch.nn.Linear(4, 2, bias=False)

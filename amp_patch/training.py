@@ -44,7 +44,8 @@ def scale_loss(
         delay_overflow_check: leave the check to a later block or to `step`.
 
     Raises AmpError if `loss` is no such tensor or an optimizer did not go through `initialize`.
-    Synchronises with the device once, at the end of the block, if a check is made.
+    Synchronises with the device once, at the end of the block, if a check is made; not at all where
+    every optimizer is a fused one of torch, which skips by itself (after its first step).
 
         >>> import amp_patch as amp
         >>> model = torch.nn.Linear(4, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -157,3 +158,8 @@ def make_notes(races: Sequence[Race]) -> list[str]:
     if any(race.entries[AUTOCAST].verdict for race in races):
         notes.append(f"- \\* ratio to {PLAIN}, because there is no {AUTOCAST} to compare with")
     return notes
+
+
+if __name__ == "__main__":  # as `python -m benchmarks steps`
+    sys.argv.insert(1, "steps")
+    runpy.run_module("benchmarks", run_name="__main__")

@@ -96,6 +96,8 @@ class ScalerGroups:
 
     def last_overflow(self) -> OverflowReport | None:
         """What is known of the latest overflow in any group, or None."""
+        for scaler in self._scalers():
+            scaler.catch_up()
         found = [group.last_overflow for group in self._alive() if group.last_overflow is not None]
         return max(found, key=operator.itemgetter(0))[1] if found else None
 
