@@ -7,7 +7,6 @@ import struct
 
 import torch
 
-from amp_patch.scaling.gradients import Scale
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
 
@@ -23,11 +22,9 @@ class DeviceScale:
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
         self.device = device
-        self.scale: Scale = scaler.scale
+        self.scale = torch.full((), scaler.scale, dtype=torch.float32, device=device)
         self._scaler = scaler
         self._open: list[OverflowCheck] = []
-        if scaler.is_dynamic:
-            self.scale = torch.full((), scaler.scale, dtype=torch.float32, device=device)
         self._unskipped = torch.full((), scaler.unskipped, dtype=torch.int32, device=device)
 
     @property
@@ -38,17 +35,16 @@ class DeviceScale:
     def take(self, check: OverflowCheck, overflow: torch.Tensor) -> None:
         """Account for one block. `overflow` is 1.0 if it had one, 0.0 if not, on a device."""
         scaler = self._scaler
-        if isinstance(self.scale, torch.Tensor):
-            scale = self.scale.clone()  # the graph of the loss needs the one that it had
-            torch._amp_update_scale_(
-                scale,
-                self._unskipped,
-                overflow.to(self.device),
-                scaler.growth_factor,
-                scaler.backoff_factor,
-                scaler.growth_interval,
-            )
-            self.scale = scale.clamp_(scaler.min_scale, scaler.max_scale)
+        scale = self.scale.clone()  # the graph of the loss needs the one that it had
+        torch._amp_update_scale_(
+            scale,
+            self._unskipped,
+            overflow.to(self.device),
+            scaler.growth_factor,
+            scaler.backoff_factor,
+            scaler.growth_interval,
+        )
+        self.scale = scale.clamp_(scaler.min_scale, scaler.max_scale)
         self._open.append(check)
         scaler.ahead = self
 
@@ -61,20 +57,21 @@ class DeviceScale:
 def scale_on(scaler: LossScaler, device: torch.device) -> DeviceScale | None:
     """The scale of `scaler` on `device`; None where the next block had better be looked at.
 
-    That is after an overflow, for the diagnosis, and where float32 cannot follow the scaler.
+    That is after an overflow and where the scale can back off no further, for the diagnosis, and
+    where float32 cannot follow the scaler.
     """
     ahead = scaler.ahead
     if isinstance(ahead, DeviceScale):
         if ahead.device == device and not ahead.is_full:
             return ahead
         scaler.catch_up()
-    if scaler.skipped_in_a_row or not _is_followed_exactly(scaler):
+    if scaler.skipped_in_a_row or scaler.is_at_floor or not _is_followed_exactly(scaler):
         return None
     return DeviceScale(scaler, device)
 
 
 def _is_followed_exactly(scaler: LossScaler) -> bool:
-    if scaler.is_identity or not hasattr(torch, "_amp_update_scale_"):
+    if not scaler.is_dynamic or not hasattr(torch, "_amp_update_scale_"):
         return False
     factors = (scaler.growth_factor, scaler.backoff_factor)
     bounds = (scaler.scale, scaler.min_scale, scaler.max_scale)
