@@ -12,6 +12,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,10 +69,16 @@ def find_device() -> torch.device:
     return torch.device("cpu")
 
 
-def switch_tf32_off() -> None:
-    """Let FP32 be FP32."""
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Inside, FP32 is FP32."""
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def time_steps(contender: Contender, steps: int) -> float:
@@ -209,9 +216,14 @@ def reports(settings: Settings, started: float) -> Iterator[tuple[str, Report]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print Markdown as it comes, and write JSON."""
     options = make_parser().parse_args(arguments)
+    with without_tf32():
+        return measure(options)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Do what the command line asks for. Returns the exit code."""
     started = time.perf_counter()
     device = find_device()
-    switch_tf32_off()
     name = "the CPU" if device.type == "cpu" else device_name(device)
     about = f"{describe_machine()}\n\n{QUICK}" if options.tiny else f"{describe_machine()}"
     print(f"# On {name}\n\n{about}\n", flush=True)

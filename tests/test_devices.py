@@ -24,6 +24,8 @@ NO_DECISION = {
     ("scaling/ranks.py", "cpu"),
     # The default of the option --device of the demo.
     ("__main__.py", "cpu"),
+    # torch's own SyncBatchNorm has no kernels for host memory.
+    ("compat/sync_batchnorm.py", "cpu"),
     # What the description of the machine says of its processor.
     ("tools/machine.py", "cpu"),
     # Where the digits of the demonstration are, and a model that has no weights.
