@@ -1,5 +1,7 @@
 """Mixed precision training for PyTorch: one line and one block, opt levels O0 to O5."""
 
+from typing import TYPE_CHECKING
+
 from amp_patch.api import initialize, uninitialize
 from amp_patch.casting import (
     float_function,
@@ -16,6 +18,7 @@ from amp_patch.casting import (
 from amp_patch.casts.presets import resolve_rules, rules_table
 from amp_patch.compat.installer import install_as_apex
 from amp_patch.errors import AmpError, AmpWarning
+from amp_patch.on_demand import loaded_on_demand
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.scaling.loss_scaler import DynamicLossScale
 from amp_patch.state import (
@@ -27,12 +30,6 @@ from amp_patch.state import (
     step_was_skipped,
     step_will_be_skipped,
 )
-from amp_patch.tools.compare import compare
-from amp_patch.tools.doctor import doctor
-from amp_patch.tools.range_check import range_check
-from amp_patch.tools.record_casts import record_casts
-from amp_patch.tools.trace_nonfinite import NonFiniteError, trace_nonfinite
-from amp_patch.tools.tune import tune
 from amp_patch.training import (
     clear_cache,
     disable_casts,
@@ -42,6 +39,14 @@ from amp_patch.training import (
     scale_loss,
 )
 from amp_patch.version import __version__
+
+if TYPE_CHECKING:
+    from amp_patch.tools.compare import compare
+    from amp_patch.tools.doctor import doctor
+    from amp_patch.tools.range_check import range_check
+    from amp_patch.tools.record_casts import record_casts
+    from amp_patch.tools.trace_nonfinite import NonFiniteError, trace_nonfinite
+    from amp_patch.tools.tune import tune
 
 __all__ = [
     "OPT_LEVELS",
@@ -86,3 +91,18 @@ __all__ = [
     "unregister_function",
     "verify_casts",
 ]
+
+# The tools are a third of the package, and training needs none of them.
+__getattr__, __dir__ = loaded_on_demand(
+    __name__,
+    __all__,
+    {
+        "NonFiniteError": "tools.trace_nonfinite",
+        "compare": "tools.compare",
+        "doctor": "tools.doctor",
+        "range_check": "tools.range_check",
+        "record_casts": "tools.record_casts",
+        "trace_nonfinite": "tools.trace_nonfinite",
+        "tune": "tools.tune",
+    },
+)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "casts.spellings",
             "errors",
             "hooks",
+            "on_demand",
             "scaling.fused_step",
             "scaling.gradients",
             "scaling.ranks",
@@ -345,10 +348,30 @@ def test_module_starts_with_its_docstring_and_the_future(module: str) -> None:
 
 def test_init_defines_nothing_but_the_public_names() -> None:
     tree = TREES["__init__"]
-    assigned = [node for node in tree.body if not isinstance(node, ast.Expr | ast.ImportFrom)]
-    assert [ast.unparse(node).split(" = ")[0] for node in assigned] == ["__all__"]
-    imported = {name.rpartition(".")[2] for name in _imports(tree)} - {"annotations"}
-    assert imported == set(amp.__all__)
+    others = [node for node in tree.body if not isinstance(node, ast.Expr | ast.ImportFrom)]
+    checked, public, on_demand = others
+    assert ast.unparse(checked).startswith("if TYPE_CHECKING:\n")
+    assert all(
+        isinstance(node, ast.ImportFrom)
+        for node in ast.iter_child_nodes(checked)
+        if not isinstance(node, ast.Name)
+    )
+    assert ast.unparse(public).startswith("__all__ = ")
+    assert ast.unparse(on_demand).startswith("__getattr__, __dir__ = loaded_on_demand(")
+    imported = {name.rpartition(".")[2] for name in _imports(tree)}
+    assert imported - {"TYPE_CHECKING", "loaded_on_demand"} == set(amp.__all__)
+
+
+def test_names_that_are_loaded_on_demand_are_those_that_type_checkers_see() -> None:
+    shown = next(node for node in TREES["__init__"].body if isinstance(node, ast.If))
+    names = {name.rpartition(".")[2] for node in shown.body for name in _imports(node)}
+    code = "import sys, amp_patch; print(*sorted(set(amp_patch.__all__) - set(vars(amp_patch))))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(found.stdout.split()) == names
+    assert {name for name in names if getattr(amp, name).__name__ == name} == names
+    assert set(amp.__all__) <= set(dir(amp))
+    with pytest.raises(AttributeError, match="no attribute 'compair'"):
+        amp.compair  # noqa: B018
 
 
 def test_every_folder_is_a_package() -> None:
