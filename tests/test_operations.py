@@ -326,6 +326,8 @@ def test_weight_table_of_an_embedding_is_never_cast(half: torch.dtype) -> None:
 def test_sparse_tensors_without_half_kernels_run_in_float(half: torch.dtype) -> None:
     matrix = torch.eye(4).to_sparse_csr()
     assert torch.equal(torch.mm(matrix, _square(dtype=half)), _square(dtype=half).float())
+    for product in (matrix @ _square(dtype=half), matrix.matmul(_square(dtype=half))):
+        assert torch.equal(product, _square(dtype=half).float())
     assert torch.equal((torch.eye(4).to_sparse() @ _square()).float(), _square(dtype=half).float())
 
 

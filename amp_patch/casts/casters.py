@@ -87,27 +87,27 @@ def _make_half(original: Any, row: OpRule, context: CastContext) -> Call:
 def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
     """As `_make_half`, and quicker for what is called most: two operands."""
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
-    operand = _make_operand(context)
+    operand, cast = _make_operand(context), context.cast
 
     def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if kwargs:
-            return in_half(wrapped, instance, args, kwargs)
-        try:
-            one, two = args if instance is None else (instance, *args)
-        except ValueError:
-            return in_half(wrapped, instance, args, kwargs)
+        if instance is not None:
+            args = (instance, *args)
         dtype = active_dtype()
-        if dtype is not None:
-            if type(one) is not Tensor or one.dtype is not dtype:
-                one = operand(one, dtype)
-            if type(two) is not Tensor or two.dtype is not dtype:
-                two = operand(two, dtype)
+        if dtype is None:
+            return original(*args, **kwargs)
+        if kwargs or len(args) != 2:
+            return in_half(wrapped, None, args, kwargs)
+        one, two = args
+        if type(one) is not Tensor or one.dtype is not dtype:
+            one = operand(one, dtype)
+        if type(two) is not Tensor or two.dtype is not dtype:
+            two = operand(two, dtype)
         try:
             return original(one, two)
         except RuntimeError:
-            if dtype is None or not has_sparse(args, kwargs):
+            if not has_sparse(args, kwargs):
                 raise
-        return in_half(wrapped, instance, args, kwargs)
+        return call_in_widest(original, cast, args, kwargs)
 
     return call
 
@@ -115,7 +115,7 @@ def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
 def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Call:
     """As `_make_half`, and quicker for layers: an input, a weight, a bias, and the geometry."""
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
-    operand, cast_weight = _make_operand(context), context.cache.cast
+    operand, cast, cast_weight = _make_operand(context), context.cast, context.cache.cast
 
     def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = active_dtype()
@@ -134,7 +134,7 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
         except RuntimeError:
             if not has_sparse(args, kwargs):
                 raise
-        return in_half(wrapped, instance, args, kwargs)
+        return call_in_widest(original, cast, args, kwargs)
 
     return call
 

@@ -47,14 +47,13 @@ class CastContext:
         self._keeping = 0
         self._has_warned_of_autocast = False
         self._scope: ContextVar[_Scope | None] = ContextVar("amp_patch_scope", default=None)
-        self._present_scope = self._scope.get
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastContext:
         return self  # hooks of a copied model go on to share it
 
     def active_dtype(self) -> torch.dtype | None:
         """The half dtype to cast to on this thread; None where operations run untouched."""
-        scope = self._present_scope()
+        scope = self._scope.get()
         return self.half_dtype if scope is None else scope.half_dtype
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
