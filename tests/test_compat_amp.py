@@ -444,3 +444,28 @@ def test_registrations_end_with_the_undo() -> None:
     assert torch.tanh(torch.ones(1)).dtype is torch.float32
     with pytest.raises(AmpError, match="registered"):
         importlib.import_module("amp_patch.casting").unregister_function(torch, "tanh")
+
+
+def test_overflow_that_a_fused_optimizer_skipped_by_itself_is_read_truly(amp: Any) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for factor in (1.0, float("inf"), 1.0):
+        with amp.scale_loss(model(torch.ones(2, 4)).float().mean() / 100, optimizer) as scaled:
+            (scaled * factor).backward()
+        scaler = state(amp).loss_scalers[0]
+        assert scaler._has_overflow is (factor != 1.0)  # noqa: SLF001
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (scaler.loss_scale(), scaler._unskipped) == (2.0**15, 1)  # noqa: SLF001
+
+
+def test_limits_that_are_written_hold_for_what_comes_after(amp: Any) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    scaler = state(amp).loss_scalers[0]
+    with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled:
+        (scaled * float("inf")).backward()
+    scaler._min_loss_scale = 2.0**16  # noqa: SLF001
+    assert scaler.loss_scale() == 2.0**15

@@ -43,20 +43,26 @@ class LossScaler:
             )
         else:
             scaler = Scaler.static(float(loss_scale))
-        self._scaler = scaler
+        self._own_scaler = scaler
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     @classmethod
     def of(cls, scaler: Scaler) -> Self:
         """The face of `scaler`."""
         face = cls(1.0)
-        vars(face)["_scaler"] = scaler
+        face._own_scaler = scaler
         return face
 
     def rebound(self, scaler: Scaler) -> Scaler:
         """Become the face of `scaler`. Returns the scaler that was behind this one."""
-        before, self._scaler = self._scaler, scaler
+        before, self._own_scaler = self._scaler, scaler
         return before
+
+    @property
+    def _scaler(self) -> Scaler:
+        """The scaler, told of what fused optimizers have left to the device."""
+        self._own_scaler.catch_up()
+        return self._own_scaler
 
     def loss_scale(self) -> float:
         """The present scale."""
@@ -82,7 +88,7 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
-        return int(self._scaler.state_dict()["unskipped"])
+        return self._scaler.unskipped
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
