@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -57,17 +56,13 @@ class FusedAdam(GroupedOptimizer):
     def _update(self, group: Group, bucket: Bucket, common: Any) -> None:
         lr, decay = group["lr"], group["weight_decay"]
         beta1, beta2 = group["betas"]
-        means, squares = self._kept(bucket, "exp_avg"), self._kept(bucket, "exp_avg_sq")
+        means = self._kept(bucket, "exp_avg")
         weights, gradients = bucket.weights, bucket.gradients
         if decay and not self.adam_w_mode:
             gradients = list(torch._foreach_add(gradients, weights, alpha=decay))
         torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        first, second = corrections(group, beta1, beta2)
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_div_(denominators, math.sqrt(second))
-        torch._foreach_add_(denominators, group["eps"])
+        denominators = self._adam_denominators(group, bucket, gradients)
         if decay and self.adam_w_mode:
             torch._foreach_mul_(weights, 1 - lr * decay)
+        first, _ = corrections(group, beta1, beta2)
         torch._foreach_addcdiv_(weights, means, denominators, -lr / first)

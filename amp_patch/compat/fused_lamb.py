@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +83,7 @@ class FusedLAMB(GroupedOptimizer):
         """The direction of Adam, with the weight decay in it, before the trust ratio."""
         beta1, beta2 = group["betas"]
         decay, gradients = group["weight_decay"], bucket.gradients
-        means, squares = self._kept(bucket, "exp_avg"), self._kept(bucket, "exp_avg_sq")
+        means = self._kept(bucket, "exp_avg")
         if divisor is not None:
             divisor = divisor.to(gradients[0].device)
             gradients = [gradient / divisor for gradient in gradients]
@@ -92,14 +91,9 @@ class FusedLAMB(GroupedOptimizer):
             gradients = list(torch._foreach_add(gradients, bucket.weights, alpha=decay))
         torch._foreach_mul_(means, beta1)
         torch._foreach_add_(means, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        first, second = corrections(group, beta1, beta2)
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_div_(denominators, math.sqrt(second))
-        torch._foreach_add_(denominators, group["eps"])
+        first, _ = corrections(group, beta1, beta2)
         updates = list(torch._foreach_div(means, first))
-        torch._foreach_div_(updates, denominators)
+        torch._foreach_div_(updates, self._adam_denominators(group, bucket, gradients))
         if decay and self.adam_w_mode:
             torch._foreach_add_(updates, bucket.weights, alpha=decay)
         return updates

@@ -9,8 +9,7 @@ import torch
 
 from amp_patch.compat.grouped_optimizer import Bucket, Group, GroupedOptimizer, corrections
 from amp_patch.errors import AmpError
-
-_HALVES = (torch.float16, torch.bfloat16)
+from amp_patch.policy import HALF_DTYPES
 
 
 class FusedNovoGrad(GroupedOptimizer):
@@ -107,6 +106,6 @@ class FusedNovoGrad(GroupedOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for norms, is_half in zip(group.pop("exp_avg_sq", ()), (True, False), strict=False):
-                owners = [p for p in group["params"] if (p.dtype in _HALVES) is is_half]
+                owners = [p for p in group["params"] if (p.dtype in HALF_DTYPES) is is_half]
                 for parameter, norm in zip(owners, () if norms is None else norms, strict=False):
                     self.state[parameter]["exp_avg_sq"] = norm.to(parameter.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from amp_patch.errors import AmpError
+from amp_patch.policy import HALF_DTYPES
 
 Group = dict[str, Any]
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Bucket(NamedTuple):
@@ -89,6 +90,20 @@ class GroupedOptimizer(torch.optim.Optimizer):
             found.append(state[name])
         return found
 
+    def _adam_denominators(
+        self, group: Group, bucket: Bucket, gradients: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The square roots of the second moments, with the squares of `gradients` taken in."""
+        beta1, beta2 = group["betas"]
+        squares = self._kept(bucket, "exp_avg_sq")
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        denominators = list(torch._foreach_sqrt(squares))
+        _, second = corrections(group, beta1, beta2)
+        torch._foreach_div_(denominators, math.sqrt(second))
+        torch._foreach_add_(denominators, group["eps"])
+        return denominators
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state of any age: step counts beside the moments go to their group."""
         super().__setstate__(state)
@@ -126,7 +141,7 @@ def _buckets(group: Group) -> list[Bucket]:
 
 
 def _bucket(parameters: list[torch.Tensor], dtype: torch.dtype) -> Bucket:
-    is_half = dtype in _HALVES
+    is_half = dtype in HALF_DTYPES
     weights = [parameter.float() for parameter in parameters] if is_half else parameters
     gradients = _in_dtype((p.grad for p in parameters), weights[0].dtype)
     return Bucket(parameters, weights, gradients)
