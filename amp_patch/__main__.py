@@ -12,12 +12,11 @@ import torch
 from amp_patch.compat import migrate_command, run_command
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.tools import compare_command, doctor_command
-from amp_patch.tools.command_arguments import opt_levels, positive_count, writable_file
+from amp_patch.tools.command_arguments import USAGE_ERROR, opt_levels, positive_count, writable_file
 from amp_patch.version import __version__
 
 DEMO_MODULES = ("numpy", "rich", "sklearn")
 DEFAULT_EPOCHS = 20
-USAGE_ERROR = 2
 INTERRUPTED = 130
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from amp_patch.tools.live_memory import LiveMemory
 from benchmarks.contenders import Contender
 from benchmarks.large_models import TINY_PROBLEMS
 from benchmarks.models import PROBLEMS, Gpt, Problem, Workload, texts
@@ -41,44 +39,11 @@ PATCHED = {torch.bfloat16: "O4", torch.float16: "O1"}  # casts around operations
 MASTERED = {torch.bfloat16: "O5", torch.float16: "O2"}  # half weights with masters
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that were made inside and are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                self._note(tensor.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata  # noqa: SLF001 (the same for all views of it)
-        if key in self._known:
-            return
-        self._known.add(key)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key, size).atexit = False
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
 def peak_bytes(contender_of: Any, device: torch.device) -> int:
     """Return the most bytes in use during a step, from `contender_of()`, made inside, on."""
     allocator = torch.get_device_module(device)
     if not hasattr(allocator, "max_memory_allocated"):
-        with LiveBytes() as live:
+        with LiveMemory() as live:
             contender = contender_of()
             with contender.active():
                 run_steps(contender, WARM_UP_STEPS)

@@ -23,6 +23,8 @@ from torch.nn import functional
 import amp_patch as amp
 from amp_patch.casts.wrappers import CastWrapper
 from amp_patch.tools.machine import describe_machine
+from benchmarks.rows import markdown_table
+from benchmarks.turns import median_ratio
 
 BEFORE, INSIDE, AFTER = "before", "inside", "after"
 CALLS = 500  # in one turn
@@ -44,9 +46,8 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The median over the rounds of the turn after a recording by the one before it."""
-        pairs = zip(self.turns[AFTER], self.turns[BEFORE], strict=True)
-        return statistics.median(after / before for after, before in pairs)
+        """Of the turn after a recording to the one before it."""
+        return median_ratio(self.turns[AFTER], self.turns[BEFORE])
 
 
 def make_calls(device: str) -> dict[str, Call]:
@@ -106,12 +107,13 @@ def take_turn(rows: Sequence[Row], device: str, when: str) -> None:
 def make_table(rows: Sequence[Row]) -> str:
     """Return a Markdown table of one row an operation."""
     moments = (BEFORE, INSIDE, AFTER)
-    lines = ["| us a call | " + " | ".join(moments) + " | after / before |"]
-    lines.append("| --- |" + " --- |" * (len(moments) + 1))
-    for row in rows:
-        cells = [f"{row.median(when):.2f}" for when in moments]
-        lines.append(f"| {row.name} | {' | '.join(cells)} | {row.ratio:.2f} |")
-    return "\n".join(lines)
+    return markdown_table(
+        ["us a call", *moments, "after / before"],
+        [
+            [row.name, *(f"{row.median(when):.2f}" for when in moments), f"{row.ratio:.2f}"]
+            for row in rows
+        ],
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

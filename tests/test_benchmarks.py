@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from amp_patch.tools.live_memory import LiveMemory
 from benchmarks import gpu
 from benchmarks.__main__ import GROUPS, RESULTS, main
 from benchmarks.contenders import Plain
@@ -19,7 +20,6 @@ from benchmarks.erfnet import make_erfnet
 from benchmarks.gradients import check_level
 from benchmarks.inference import check as check_inference
 from benchmarks.large_models import TINY_PROBLEMS
-from benchmarks.memory import LiveBytes
 from benchmarks.models import Gpt, texts
 from benchmarks.races import Entry, check_training, make_race
 from benchmarks.rows import Report, Row, at_least, at_most
@@ -126,7 +126,7 @@ def test_ratio_and_difference_are_medians_over_rounds() -> None:
 
 
 def test_live_bytes_are_those_of_tensors_that_are_alive() -> None:
-    with LiveBytes() as live:
+    with LiveMemory() as live:
         kept = torch.zeros(1000)  # 4,000 bytes
         view = kept.view(10, 100)[2:]
         half = kept.half()  # 2,000
@@ -143,7 +143,7 @@ def test_live_bytes_are_those_of_tensors_that_are_alive() -> None:
 
 
 def test_live_bytes_include_what_autograd_has_saved() -> None:
-    with LiveBytes() as live:
+    with LiveMemory() as live:
         x = torch.zeros(1000, requires_grad=True)
         y = x.exp().exp()  # backward needs both results
         assert live.now == 12_000

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from networks import assert_identical, snapshot
-from test_scale_settings import counted_waits
 from torch import nn
+from waits import counted_waits
 
 import amp_patch as amp
 from amp_patch.scaling import optimizer_binding, scaled_loss

@@ -117,7 +117,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "tools.extras",
             "tools.gradient_figures",
             "tools.jobs",
-            "tools.level_table",
             "tools.live_memory",
             "tools.machine",
             "tools.matrix_sizes",
@@ -134,6 +133,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "tools.doctor_order",
             "tools.ink",
             "tools.level_runs",
+            "tools.level_table",
             "tools.operation_watch",
             "tools.text_table",
         }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from injections import overflowing
 from torch import nn
+from waits import counted_waits
 
 import amp_patch as amp
 
@@ -32,22 +31,6 @@ def iterate(model: nn.Module, optimizer: Any, *, overflows: bool, loss_id: int =
     with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
         (overflowing(scaled) if overflows else scaled).backward()
     optimizer.step()
-
-
-@contextmanager
-def counted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every read of a tensor's value from Python, which a device has to be waited for."""
-    waits: list[str] = []
-    with monkeypatch.context() as patched:
-        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
-            plain = getattr(torch.Tensor, name)
-
-            def counting(tensor: Any, *args: Any, plain: Any = plain, name: str = name) -> Any:
-                waits.append(name)
-                return plain(tensor, *args)
-
-            patched.setattr(torch.Tensor, name, counting)
-        yield waits
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)

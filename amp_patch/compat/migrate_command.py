@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from amp_patch.errors import AmpError
+from amp_patch.tools.command_arguments import USAGE_ERROR
+from amp_patch.tools.extras import load_extra
+
 _FAILED = 1
-_USAGE_ERROR = 2
 
 
 def add_command(subparsers: Any) -> None:
@@ -31,17 +34,13 @@ def add_command(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the differences; write the files if asked to. 1 if a file could not be read."""
     try:
-        libcst = importlib.import_module("libcst")
-    except ModuleNotFoundError:
-        print(
-            "migrate: expected the library libcst, found that it is not installed; "
-            'pip install "amp_patch[migrate]"',
-            file=sys.stderr,
-        )
-        return _USAGE_ERROR
+        libcst = load_extra("libcst", "migrate")
+    except AmpError as error:
+        print(f"migrate: {error}", file=sys.stderr)
+        return USAGE_ERROR
     if not options.path.exists():
         print(f"migrate: expected a file or a folder, found {options.path}", file=sys.stderr)
-        return _USAGE_ERROR
+        return USAGE_ERROR
     codemod = importlib.import_module("amp_patch.compat.codemod")
     changed = remarks = failed = 0
     for path in _sources(options.path):

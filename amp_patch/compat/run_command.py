@@ -11,8 +11,7 @@ from typing import Any
 from amp_patch.compat.run_settings import RunSettings
 from amp_patch.compat.script import NoScriptError, run_as_main
 from amp_patch.policy import OPT_LEVELS
-
-_USAGE_ERROR = 2
+from amp_patch.tools.command_arguments import USAGE_ERROR
 
 
 def add_command(subparsers: Any) -> None:
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     target, *arguments = (options.module if is_module else options.arguments) or [None]
     if target is None:
         print("run: expected a script, or -m and a module", file=sys.stderr)
-        return _USAGE_ERROR
+        return USAGE_ERROR
     report = options.report
     if report is not None:
         report = str(Path(report).resolve())
@@ -69,5 +68,5 @@ def run(options: argparse.Namespace) -> int:
         run_as_main(settings, arguments)
     except NoScriptError as error:
         print(error, file=sys.stderr)
-        return _USAGE_ERROR
+        return USAGE_ERROR
     return 0

@@ -90,7 +90,7 @@ class OptimizerBinding:
         return self._groups.pairs()
 
     def before_backward(
-        self, scaler: LossScaler, claimed: Container[int], scale: gradients.Scale | None = None
+        self, scaler: LossScaler, claimed: Container[int], scale: gradients.Scale
     ) -> None:
         """Enter a scale_loss block, whose loss is multiplied by `scale`.
 
@@ -258,7 +258,7 @@ def _step(
     if callable(kwargs.get("closure")):
         closure = kwargs.pop("closure")
         return binding.run_closure_step(original, closure, *args, **kwargs)
-    if not kwargs and skips_by_itself(binding.optimizer):
+    if binding.window.unchecked and not kwargs and skips_by_itself(binding.optimizer):
         taken = binding.window.take_verdict()
         if taken is not None:
             return binding.run_step_unless(*taken, original, *args)

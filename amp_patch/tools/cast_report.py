@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from amp_patch.tools.ink import BLUE, ORANGE, ink, new_figure
+from amp_patch.tools.plain_data import plain_data
 from amp_patch.tools.text_table import TextTable, bytes_text
 
 _HEADINGS = ("operation", "where", "module", "rule", "ran in", "calls", "casts", "saved", "moved")
@@ -79,7 +79,7 @@ class CastRecord:
             "backward_bytes": self.backward_bytes,
             "sizes": [list(size) for size in sorted(self.sizes)],
             "round_trips": self.round_trips,
-            "largest": self.largest if math.isfinite(self.largest) else None,
+            "largest": plain_data(self.largest),
             "repeated": dict(self.repeated),
         }
 

@@ -11,6 +11,8 @@ from typing import Any
 from amp_patch.errors import AmpError
 from amp_patch.policy import parse_opt_level
 
+USAGE_ERROR = 2  # the exit code with which argparse ends, too
+
 
 def importable(text: str) -> Any:
     """Import "package.module:name", also from the folder that the command is run in."""

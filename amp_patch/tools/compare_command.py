@@ -10,11 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from amp_patch.errors import AmpError
-from amp_patch.tools.command_arguments import importable, opt_levels, positive_count, writable_file
+from amp_patch.tools.command_arguments import (
+    USAGE_ERROR,
+    importable,
+    opt_levels,
+    positive_count,
+    writable_file,
+)
 from amp_patch.tools.compare import Progress, compare
 from amp_patch.tools.extras import find_extra, load_extra
-
-USAGE_ERROR = 2
 
 
 def add_command(commands: Any) -> None:

@@ -11,10 +11,9 @@ from torch import nn
 
 from amp_patch.errors import AmpError
 from amp_patch.policy import OPT_LEVELS
-from amp_patch.tools.command_arguments import importable, writable_file
+from amp_patch.tools.command_arguments import USAGE_ERROR, importable, writable_file
 from amp_patch.tools.doctor import doctor
 
-USAGE_ERROR = 2
 NOT_HEALTHY = 1
 
 

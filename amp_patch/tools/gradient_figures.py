@@ -64,12 +64,17 @@ def gradient_gaps(found: Gradients, reference: Gradients) -> tuple[GradientGap, 
     for name in reference:
         layers.setdefault(layer_of(name), []).append(name)
     return tuple(
-        _gap(layer, _flat(found, names, reference), _flat(reference, names, reference))
+        _gap(
+            layer,
+            flat_gradient(found, names, reference),
+            flat_gradient(reference, names, reference),
+        )
         for layer, names in layers.items()
     )
 
 
-def _flat(gradients: Gradients, names: Iterable[str], like: Gradients) -> torch.Tensor:
+def flat_gradient(gradients: Gradients, names: Iterable[str], like: Gradients) -> torch.Tensor:
+    """Those of `names` as one float64 vector; zeros as in `like` where one is missing."""
     parts = [gradients.get(name, torch.zeros_like(like[name])) for name in names]
     return torch.cat([part.detach().double().flatten() for part in parts])
 

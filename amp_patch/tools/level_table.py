@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +9,8 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+
+from amp_patch.tools.plain_data import plain_data
 
 BASELINE = "O0"
 HEADINGS = (
@@ -67,15 +68,13 @@ class LevelSummary:
         return {
             "level": self.opt_level,
             "accuracy": self.accuracy,
-            "final_loss": finite_or_none(self.final_loss),
+            "final_loss": plain_data(self.final_loss),
             "step_ratio": self.step_ratio,
             "weight_bytes": first.weight_bytes,
             "master_bytes": first.master_bytes,
             "loss_scale": [run.loss_scale for run in self.runs],
             "skipped_steps": self.skipped_steps,
-            "runs": [
-                asdict(run) | {"final_loss": finite_or_none(run.final_loss)} for run in self.runs
-            ],
+            "runs": [asdict(run) | {"final_loss": plain_data(run.final_loss)} for run in self.runs],
         }
 
 
@@ -134,8 +133,3 @@ def value_range(values: Iterable[float], spec: str) -> str:
     ordered = sorted(values)
     ends = dict.fromkeys(format(value, spec) for value in (ordered[0], ordered[-1]))
     return " to ".join(ends)
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return the value, or None for nan and infinities, which JSON cannot write."""
-    return value if math.isfinite(value) else None

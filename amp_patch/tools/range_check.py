@@ -15,6 +15,7 @@ from amp_patch.errors import AmpError
 from amp_patch.slot import slot
 from amp_patch.tools.jobs import Loss, default_loss
 from amp_patch.tools.operation_watch import Operation, OperationWatch
+from amp_patch.tools.plain_data import plain_data
 from amp_patch.tools.text_table import TextTable, share_text
 
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -115,11 +116,10 @@ class RangeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Findings and all records as plain data."""
-        scale = self.largest_scale
         return {
             "findings": [asdict(one) for one in self.findings],
             "records": [asdict(one) for one in self.records],
-            "largest_scale": scale if math.isfinite(scale) else None,
+            "largest_scale": plain_data(self.largest_scale),
         }
 
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from amp_patch.api import uninitialize
@@ -15,6 +14,7 @@ from amp_patch.casts.presets import resolve_rules
 from amp_patch.errors import AmpError
 from amp_patch.policy import OPT_LEVELS, parse_opt_level
 from amp_patch.tools.bisection import smallest_subset
+from amp_patch.tools.gradient_figures import flat_gradient
 from amp_patch.tools.jobs import Batches, Job, Loss, Variant, check_count, refuse_open_session
 from amp_patch.tools.level_runs import Probe, probe
 from amp_patch.tools.record_casts import record_casts
@@ -58,6 +58,7 @@ def tune(
 
     Raises AmpError for O0 and for arguments that do not fit. To be called where amp is not in use.
 
+        >>> import torch
         >>> def build():
         ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         ...     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -201,19 +202,11 @@ def _children(model: nn.Module, path: str) -> list[str]:
 
 def _errors(found: Probe, reference: Probe) -> tuple[float, float]:
     """The relative errors of the loss and of the gradient as one vector; inf if not finite."""
-    names = list(reference.gradients)
-    flat = _flat(found.gradients, reference.gradients, names)
-    true = _flat(reference.gradients, reference.gradients, names)
+    like = reference.gradients
+    flat, true = flat_gradient(found.gradients, like, like), flat_gradient(like, like, like)
     gradient = float((flat - true).norm()) / (float(true.norm()) or 1.0)
     loss = abs(found.loss - reference.loss) / (abs(reference.loss) or 1.0)
     return (
         loss if math.isfinite(loss) else math.inf,
         gradient if math.isfinite(gradient) else math.inf,
     )
-
-
-def _flat(
-    gradients: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor], names: list[str]
-) -> torch.Tensor:
-    parts = [gradients.get(name, torch.zeros_like(like[name])).double().flatten() for name in names]
-    return torch.cat(parts)
