@@ -177,9 +177,9 @@ def test_wrapper_calls_what_it_is_told_to_until_it_is_told_otherwise(context: Ca
     wrapper, matrix = vars(torch.Tensor)["matmul"], torch.ones(2, 2)
     before, seen = wrapper.call, []
 
-    def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         seen.append(wrapper.row.qualified_name)
-        return before(wrapped, instance, args, kwargs)
+        return before(*args, **kwargs)
 
     taken = matrix.matmul  # bound before: it keeps what it would have called
     wrapper.set_call(call)

@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "casts.follows",
             "casts.patcher",
             "casts.spellings",
+            "casts.tracing",
             "errors",
             "hooks",
             "on_demand",

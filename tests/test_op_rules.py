@@ -120,7 +120,7 @@ def test_strict_preset_refuses_binary_cross_entropy(preset: str) -> None:
 )
 def test_one_spelling_stands_for_all(operation: str) -> None:
     rules = resolve_rules(float=[operation])
-    for name in ("torch:matmul", "torch:Tensor.matmul", "torch:Tensor.__rmatmul__"):
+    for name in ("torch:matmul", "torch:Tensor.matmul", "torch:Tensor.__matmul__"):
         assert _rule(rules, name) == "FLOAT"
 
 

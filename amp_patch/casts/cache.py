@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
+from amp_patch.casts.tracing import dispatch_modes, is_tracing, jit_state
 from amp_patch.errors import AmpError
 from amp_patch.policy import CASTABLE
 
@@ -49,22 +50,17 @@ class CastCache:
             source, version, address, of_dtype, has_history, cast = entry
             if (
                 of_dtype is dtype
+                and source() is weight
                 and version == weight._version
                 and address == weight.data_ptr()
-                and (not _is_grad_enabled() or has_history == weight.requires_grad)
-                and source() is weight
+                and (has_history == weight.requires_grad or not _is_grad_enabled())
+                and not jit_state()
+                and not (dispatch_modes() and is_tracing())
             ):
                 if self.verifies:
                     _verify(weight, cast)
                 return cast
-        if weight.dtype is dtype or weight.dtype not in CASTABLE:
-            return weight
-        cast = weight.to(dtype)
-        is_inference = torch.is_inference_mode_enabled() or weight.is_inference()
-        is_plain = type(cast) is torch.Tensor  # some mode may make it another kind
-        if self.is_on and is_plain and not is_inference:
-            self._keep(weight, cast)
-        return cast
+        return self._fresh(weight, dtype)
 
     def discard(self, weight: torch.Tensor) -> None:
         """Forget the cast of `weight`."""
@@ -73,6 +69,16 @@ class CastCache:
     def clear(self) -> None:
         """Forget every cast."""
         self._entries.clear()
+
+    def _fresh(self, weight: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        if weight.dtype is dtype or weight.dtype not in CASTABLE:
+            return weight
+        cast = weight.to(dtype)
+        is_plain = type(cast) is torch.Tensor  # some mode may make it another kind
+        is_inference = torch.is_inference_mode_enabled() or weight.is_inference()
+        if self.is_on and is_plain and not is_inference and not is_tracing():
+            self._keep(weight, cast)
+        return cast
 
     def _keep(self, weight: Parameter, cast: torch.Tensor) -> None:
         if len(self._entries) >= self._purge_at:

@@ -1,6 +1,6 @@
 """What each rule does with the arguments of a call: a small caster a rule, made for one function.
 
-Each maker takes the original function, its row and the shared context, and returns what wrapt calls
+Each maker takes the original function, its row and the shared context, and returns what is called
 in place of the function. All of them leave a call untouched where no casts are active.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 
 from amp_patch.casts.arguments import (
+    TO,
     Args,
     Cast,
     Kwargs,
@@ -27,7 +27,7 @@ from amp_patch.casts.arguments import (
     has_sparse,
     store,
 )
-from amp_patch.casts.context import CastContext, is_tracing
+from amp_patch.casts.context import CastContext
 from amp_patch.casts.rules import CastRule, OpRule
 from amp_patch.casts.safeguards import (
     Call,
@@ -43,31 +43,17 @@ from amp_patch.policy import CASTABLE
 
 
 def casting_call(original: Any, row: OpRule, context: CastContext) -> Call:
-    """The function that wrapt calls for every call of the operation of `row`."""
+    """What is called in place of `original`, the operation of `row`."""
     make = _MAKERS[row.rule]
     if row.rule is CastRule.HALF:
         make = _HALF_BY_SIGNATURE.get(row.name, make)
-    call = make(original, row, context)
-    if isinstance(original, OpOverloadPacket | OpOverload):
-        return _without_instance(call)
-    return call
-
-
-def _without_instance(call: Call) -> Call:
-    """For callables whose `__self__`, which wrapt takes for the instance, is no argument."""
-
-    def call_without(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        return call(wrapped, None, args, kwargs)
-
-    return call_without
+    return make(original, row, context)
 
 
 def _make_half(original: Any, row: OpRule, context: CastContext) -> Call:
     active_dtype, cast = context.active_dtype, context.cast
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is not None:  # wrapt has bound `wrapped` to the tensor before the cast
-            args = (instance, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
         dtype = active_dtype()
         if dtype is None:
             return original(*args, **kwargs)
@@ -87,20 +73,20 @@ def _make_half(original: Any, row: OpRule, context: CastContext) -> Call:
 def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
     """As `_make_half`, and quicker for what is called most: two operands."""
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
-    operand, cast = _make_operand(context), context.cast
+    operand, cast, cast_weight = _make_operand(context), context.cast, context.cache.cast
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is not None:
-            args = (instance, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
         dtype = active_dtype()
         if dtype is None:
             return original(*args, **kwargs)
         if kwargs or len(args) != 2:
-            return in_half(wrapped, None, args, kwargs)
+            return in_half(*args, **kwargs)
         one, two = args
         if type(one) is not Tensor or one.dtype is not dtype:
             one = operand(one, dtype)
-        if type(two) is not Tensor or two.dtype is not dtype:
+        if type(two) is Parameter:
+            two = cast_weight(two, dtype)
+        elif type(two) is not Tensor or two.dtype is not dtype:
             two = operand(two, dtype)
         try:
             return original(one, two)
@@ -117,18 +103,16 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
     operand, cast, cast_weight = _make_operand(context), context.cast, context.cache.cast
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         dtype = active_dtype()
         if kwargs or dtype is None or len(args) < 3:
-            return in_half(wrapped, instance, args, kwargs)
+            return in_half(*args, **kwargs)
         source, weight, bias, *geometry = args
         if type(source) is not Tensor or source.dtype is not dtype:
             source = operand(source, dtype)
-        if type(weight) is Parameter and type(bias) in _WEIGHT_OR_NONE and not is_tracing():
-            weight = cast_weight(weight, dtype)
-            bias = bias if bias is None else cast_weight(bias, dtype)
-        else:
-            weight, bias = operand(weight, dtype), operand(bias, dtype)
+        weight = (cast_weight if type(weight) is Parameter else operand)(weight, dtype)
+        if bias is not None:
+            bias = (cast_weight if type(bias) is Parameter else operand)(bias, dtype)
         try:
             return original(source, weight, bias, *geometry)
         except RuntimeError:
@@ -140,11 +124,12 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
 
 
 def _make_operand(context: CastContext) -> Callable[[Any, torch.dtype], Any]:
-    cast, cast_weight = context.cast, context.cache.cast
+    """`cast_value` for one operand, and quicker for a plain FP32 tensor."""
+    cast = context.cast
 
     def operand(value: Any, dtype: torch.dtype) -> Any:
-        if type(value) is Parameter and not is_tracing():
-            return cast_weight(value, dtype)
+        if type(value) is Tensor and value.dtype is torch.float32:
+            return TO[dtype](value)
         return cast_value(cast, dtype, value)
 
     return operand
@@ -153,9 +138,7 @@ def _make_operand(context: CastContext) -> Callable[[Any, torch.dtype], Any]:
 def _make_float(original: Any, row: OpRule, context: CastContext) -> Call:
     active_dtype, cast = context.active_dtype, context.cast
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is not None:
-            args = (instance, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if active_dtype() is None:
             return original(*args, **kwargs)
         if kwargs:
@@ -166,7 +149,7 @@ def _make_float(original: Any, row: OpRule, context: CastContext) -> Call:
 
 
 def _make_float_throughout(original: Any, row: OpRule, context: CastContext) -> Call:
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if context.active_dtype() is None:
             return original(*args, **kwargs)
         with context.suspended():
@@ -178,7 +161,7 @@ def _make_float_throughout(original: Any, row: OpRule, context: CastContext) -> 
 def _make_norm(original: Any, row: OpRule, context: CastContext) -> Call:
     active_dtype, cast = context.active_dtype, context.cast
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         dtype = active_dtype()
         if dtype is None:
             return original(*args, **kwargs)
@@ -197,9 +180,7 @@ def _make_norm(original: Any, row: OpRule, context: CastContext) -> Call:
 def _make_write_back(original: Any, row: OpRule, context: CastContext) -> Call:
     active_dtype, cast = context.active_dtype, context.cast
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is not None:
-            args = (instance, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if active_dtype() is None or not args:
             return original(*args, **kwargs)
         target, *rest = cast_all(cast, torch.float32, args)
@@ -217,19 +198,17 @@ def _make_banned(original: Any, row: OpRule, context: CastContext) -> Call:
     in_float = _make_float(original, row, context)
     warned: list[str] = []
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not warned and context.active_dtype() is not None and has_half(args, kwargs):
             warned.append(row.name)
             warn(f"{row.name}: computed in FP32. {row.hint}")
-        return in_float(wrapped, instance, args, kwargs)
+        return in_float(*args, **kwargs)
 
     return call
 
 
 def _make_refused(original: Any, row: OpRule, context: CastContext) -> Call:
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is not None:
-            args = (instance, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if context.active_dtype() is not None and has_half(args, kwargs):
             raise AmpError(
                 f"{row.name}: expected float32 tensors, found half ones, which the cast rules in "
@@ -258,10 +237,9 @@ _MAKERS: Mapping[CastRule, Callable[[Any, OpRule, CastContext], Call]] = Mapping
 )
 
 
-_WEIGHT_OR_NONE = (Parameter, type(None))
 _HALF_BY_SIGNATURE: Mapping[str, Callable[[Any, OpRule, CastContext], Call]] = MappingProxyType(
     {
-        **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _make_half_of_two),
+        **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "mv"), _make_half_of_two),
         **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _make_half_of_layer),
     }
 )

@@ -16,9 +16,6 @@ from torch.nn import Parameter
 from amp_patch.casts.cache import CastCache
 from amp_patch.errors import warn
 
-_KEYS = torch._C._TorchDispatchModeKey
-_TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)  # fake tensors, make_fx, export
-
 
 class _Scope(NamedTuple):
     half_dtype: torch.dtype | None  # None: casts are suspended
@@ -57,8 +54,8 @@ class CastContext:
         return self.half_dtype if scope is None else scope.half_dtype
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`tensor` in `dtype`; a weight goes through the cache, except while it is being traced."""
-        if type(tensor) is Parameter and not is_tracing():
+        """`tensor` in `dtype`; a weight goes through the cache."""
+        if type(tensor) is Parameter:
             return self.cache.cast(tensor, dtype)
         return tensor.to(dtype)
 
@@ -224,18 +221,3 @@ def _model_around(scope: _Scope | None) -> _Scope | None:
     while scope is not None and (scope.owner is None or isinstance(scope.owner, torch.autocast)):
         scope = scope.outer
     return scope
-
-
-def is_tracing() -> bool:
-    """Whether a cached cast would be baked into a graph as a constant."""
-    if _is_compiling() or _jit_state() or _functorch_stack():
-        return True
-    return _dispatch_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING_MODES))
-
-
-# Asked at every call that has a weight. `is_compiling` costs twice as much, and is true besides
-# only in exports, which have modes.
-_is_compiling = torch.compiler.is_dynamo_compiling
-_jit_state = torch._C._get_tracing_state
-_functorch_stack = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack

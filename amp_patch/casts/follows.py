@@ -50,7 +50,7 @@ FOLLOWS: Mapping[str, str] = MappingProxyType(
             ),
             "follows its table; a cast of the table would cost more than the call": "embedding",
             "calls only functions that have a rule or follow their inputs": (
-                "batch_norm embedding_bag fractional_max_pool2d "
+                "__rmatmul__ batch_norm embedding_bag fractional_max_pool2d "
                 "fractional_max_pool2d_with_indices fractional_max_pool3d "
                 "fractional_max_pool3d_with_indices group_norm instance_norm interpolate "
                 "layer_norm linear_cross_entropy log_softmax lp_pool1d lp_pool2d lp_pool3d "

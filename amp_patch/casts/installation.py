@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import wrapt
 from torch import nn
 
 from amp_patch.casts.context import CastContext
@@ -17,7 +16,7 @@ from amp_patch.casts.scripting import cast_scripted
 from amp_patch.casts.spellings import is_in_place
 from amp_patch.casts.surroundings import adjust_surroundings
 from amp_patch.casts.user_functions import is_of_torch, nested_call, user_rules
-from amp_patch.casts.wrappers import CastWrapper, install_casts
+from amp_patch.casts.wrappers import CastWrapper, install_casts, wrap_operation
 
 _NO_WRAPPERS: Mapping[int, CastWrapper] = MappingProxyType({})
 
@@ -26,9 +25,7 @@ class UserCastWrapper(CastWrapper):
     """A function of the user, registered by name, whose arguments are cast however nested."""
 
     def __init__(self, original: Any, row: OpRule, context: CastContext) -> None:
-        wrapt.FunctionWrapper.__init__(self, original, nested_call(row.rule, lambda: context))
-        self._self_qualified_name = row.qualified_name
-        self._self_row = row
+        super().__init__(original, row, nested_call(row.rule, lambda: context))
 
 
 class Installation:
@@ -75,7 +72,8 @@ class Installation:
         original = vars(row.owner).get(row.name, getattr(row.owner, row.name))
         if is_of_torch(original):
             rule = IN_PLACE.get(row.rule, row.rule) if is_in_place(row.name) else row.rule
-            wrapper = CastWrapper(original, OpRule(row.owner, row.name, rule), self._context)
+            new_row = OpRule(row.owner, row.name, rule)
+            wrapper: CastWrapper = wrap_operation(original, new_row, self._context)
         else:
             wrapper = UserCastWrapper(original, row, self._context)
         self._patcher.replace(row.owner, row.name, wrapper)

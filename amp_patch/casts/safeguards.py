@@ -25,16 +25,14 @@ from amp_patch.casts.context import CastContext
 from amp_patch.casts.rules import OpRule
 from amp_patch.policy import CASTABLE
 
-Call = Callable[[Any, Any, Args, Kwargs], Any]
+Call = Callable[..., Any]
 
 
 def make_promote(original: Any, row: OpRule, context: CastContext) -> Call:
-    """What wrapt calls for an operation of the rule PROMOTE."""
+    """What is called for an operation of the rule PROMOTE."""
     active_dtype, cast = context.active_dtype, context.cast
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is not None:
-            args = (instance, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if active_dtype() is None:
             return original(*args, **kwargs)
         return call_in_widest(original, cast, args, kwargs)
@@ -43,12 +41,10 @@ def make_promote(original: Any, row: OpRule, context: CastContext) -> Call:
 
 
 def make_match_self(original: Any, row: OpRule, context: CastContext) -> Call:
-    """What wrapt calls for an operation of the rule MATCH_SELF."""
+    """What is called for an operation of the rule MATCH_SELF."""
     active_dtype, cast = context.active_dtype, context.cast
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is not None:
-            args = (instance, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
         dtype = args[0].dtype if args else None
         if active_dtype() is None or dtype not in CASTABLE:
             return original(*args, **kwargs)
@@ -63,13 +59,11 @@ def make_match_self(original: Any, row: OpRule, context: CastContext) -> Call:
 
 
 def make_fallback(original: Any, row: OpRule, context: CastContext) -> Call:
-    """What wrapt calls for an operation of the rule FALLBACK."""
+    """What is called for an operation of the rule FALLBACK."""
     active_dtype, cast = context.active_dtype, context.cast
     is_in_place = row.name.endswith("_")
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if instance is not None:
-            args = (instance, *args)
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -86,9 +80,9 @@ def make_fallback(original: Any, row: OpRule, context: CastContext) -> Call:
 
 
 def make_statistics(original: Any, row: OpRule, context: CastContext) -> Call:
-    """What wrapt calls for an operation of the rule STATISTICS."""
+    """What is called for an operation of the rule STATISTICS."""
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if context.active_dtype() is None or len(args) < 5 or _is_one_of_the_mixes(args):
             return original(*args, **kwargs)
         source, weight, bias, mean, variance, *rest = args
@@ -103,11 +97,11 @@ def make_statistics(original: Any, row: OpRule, context: CastContext) -> Call:
 
 
 def make_rnn_check(original: Any, row: OpRule, context: CastContext) -> Call:
-    """What wrapt calls for an operation of the rule RNN_CHECK."""
+    """What is called for an operation of the rule RNN_CHECK."""
 
-    def call(wrapped: Any, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         # It looks at shapes and dtypes only: show it the shape, in the weights' dtype.
-        module, (source, *rest) = instance, args
+        module, source, *rest = args
         weight = module._flat_weights[0]
         if (
             context.active_dtype() is not None

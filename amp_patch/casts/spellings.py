@@ -22,7 +22,7 @@ _NAMESPACES = (
 # Operators of Python that are attributes of their own: `x ** 2` does not look up `x.pow`.
 _OPERATORS: Mapping[str, str] = MappingProxyType(
     {
-        "matmul": "__matmul__ __rmatmul__",
+        "matmul": "__matmul__",  # `__rmatmul__` calls `torch.matmul`
         "pow": "__pow__ __rpow__",
         "pow_": "__ipow__",
         "add": "__add__ __radd__",

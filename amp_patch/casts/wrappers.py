@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import wrapt
@@ -13,8 +14,10 @@ from amp_patch.casts.casters import casting_call
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
 from amp_patch.casts.rules import OP_RULES, OpRule
-from amp_patch.casts.safeguards import Call
 from amp_patch.errors import warn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _NEWER = frozenset({"grouped_mm"})  # operations that torch 2.6 does not have yet
 
@@ -56,12 +59,12 @@ class _BoundCastWrapper(_Picklable, wrapt.BoundFunctionWrapper[..., Any]):
 
 
 class CastWrapper(_Picklable, wrapt.FunctionWrapper[..., Any]):
-    """A torch function that casts its tensors before it runs."""
+    """A function that casts its tensors before it runs."""
 
     __bound_function_wrapper__ = _BoundCastWrapper
 
-    def __init__(self, original: Any, row: OpRule, context: CastContext) -> None:
-        super().__init__(original, casting_call(original, row, context))
+    def __init__(self, original: Any, row: OpRule, call: Callable[..., Any]) -> None:
+        super().__init__(original, call)
         self._self_qualified_name = row.qualified_name
         self._self_row = row
 
@@ -71,15 +74,52 @@ class CastWrapper(_Picklable, wrapt.FunctionWrapper[..., Any]):
         return self._self_row
 
     @property
-    def call(self) -> Call:
-        """What wrapt calls in place of the function."""
+    def call(self) -> Callable[..., Any]:
+        """What is called in place of the function."""
         found: Any = self._self_wrapper
         return found  # type: ignore[no-any-return]
 
-    def set_call(self, call: Call) -> None:
-        """Let wrapt call another: nothing stands between the wrapper and it, then or later."""
+    def set_call(self, call: Callable[..., Any]) -> None:
+        """Let another be called: nothing stands between the wrapper and it, then or later."""
         # wrapt lets no attribute be set by which this could be done.
         wrapt.FunctionWrapper.__init__(self, self.__wrapped__, call)
+
+
+class OperationWrapper(CastWrapper):
+    """The same for an operation of torch, which is called too often to go through wrapt.
+
+    A call reaches `call` with the arguments as they are, and a tensor among them for a method.
+    wrapt takes 0.9 us to get to the same point for a function written in Python and 0.7 us for a
+    method, this takes 0.1 and 0.35 us.
+    """
+
+    def __new__(cls, original: Any, row: OpRule, call: Callable[..., Any]) -> Self:
+        """Python looks up on the class what calls and binds an object: each has its own."""
+        own = type(cls.__name__, (cls,), {**_slots(original, row, call), "__module__": __name__})
+        return super().__new__(own)
+
+    def set_call(self, call: Callable[..., Any]) -> None:
+        """Let another be called: nothing stands between the wrapper and it, then or later."""
+        super().set_call(call)
+        for name, slot in _slots(self.__wrapped__, self.row, call).items():
+            setattr(type(self), name, slot)
+
+
+def _slots(original: Any, row: OpRule, call: Callable[..., Any]) -> dict[str, Any]:
+    """What the class of a wrapper defines so that `call` is called in place of `original`."""
+
+    def bind(wrapper: OperationWrapper, instance: Any, owner: Any = None) -> Any:
+        return wrapper if instance is None else MethodType(call, instance)
+
+    if not hasattr(type(original), "__get__"):
+        return {"__call__": staticmethod(call)}
+    call.__name__ = row.name  # by which pickle finds a bound method again
+    return {"__call__": staticmethod(call), "__get__": bind}
+
+
+def wrap_operation(original: Any, row: OpRule, context: CastContext) -> OperationWrapper:
+    """The wrapper of `original`, an operation of torch."""
+    return OperationWrapper(original, row, casting_call(original, row, context))
 
 
 def install_casts(
@@ -93,7 +133,7 @@ def install_casts(
     for row in OP_RULES if rules is None else rules:
         if hasattr(row.owner, row.name):
             original = vars(row.owner).get(row.name, getattr(row.owner, row.name))
-            patcher.replace(row.owner, row.name, CastWrapper(original, row, context))
+            patcher.replace(row.owner, row.name, wrap_operation(original, row, context))
         elif row.name not in _NEWER:
             missing.append(row.qualified_name)
     if missing:

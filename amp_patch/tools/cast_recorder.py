@@ -8,20 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 
 from amp_patch.casts.casters import casting_call
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.rules import CastRule
-from amp_patch.casts.wrappers import CastWrapper
+from amp_patch.casts.wrappers import CastWrapper, OperationWrapper
 from amp_patch.policy import CASTABLE
 from amp_patch.tools.call_sites import call_site
 from amp_patch.tools.cast_report import SHORT, CastRecord, CastReport, Place, tensor_bytes
 from amp_patch.tools.matrix_sizes import matrix_sizes
 from amp_patch.tools.module_paths import ModuleStack
-
-Call = Callable[[Any, Any, Any, Any], Any]
 
 _ISLANDS = frozenset({CastRule.FLOAT, CastRule.FLOAT_THROUGHOUT, CastRule.NORM})
 
@@ -38,31 +35,31 @@ class CastRecorder:
         self._origins: dict[int, tuple[weakref.ref[Tensor], CastRecord]] = {}
         self._is_busy = False
 
-    def recording_call(self, wrapper: CastWrapper, *, is_of_torch: bool) -> Call:
+    def recording_call(self, wrapper: OperationWrapper) -> Callable[..., Any]:
         """What a wrapper calls while the recording runs: what it called before, looked at."""
-        row = wrapper.row
-        name = row.qualified_name.replace(":", ".").removeprefix("torch.")
-        name = name.replace("nn.functional.", "F.")
-        before = wrapper.call
-        # Of these wrapt takes their `__self__`, which is no argument, for the instance.
-        is_called_by_itself = isinstance(wrapper.__wrapped__, OpOverloadPacket | OpOverload)
+        row, before, name = wrapper.row, wrapper.call, _name_of(wrapper)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_idle():
+                return before(*args, **kwargs)
+            one = _OneCall(self, row.rule, name, (args, kwargs))
+            result = casting_call(one.spied(wrapper.__wrapped__), row, self._context)(
+                *args, **kwargs
+            )
+            one.note_result(result)
+            return result
+
+        return call
+
+    def recording_user_call(self, wrapper: CastWrapper) -> Callable[..., Any]:
+        """The same for a function of the user."""
+        rule, before, name = wrapper.row.rule, wrapper.call, _name_of(wrapper)
 
         def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            if (
-                self._is_busy
-                or self._context.active_dtype() is None
-                or torch.compiler.is_compiling()
-            ):
+            if self._is_idle():
                 return before(wrapped, instance, args, kwargs)
-            if is_called_by_itself:
-                instance = None
-            given = args if instance is None or not is_of_torch else (instance, *args)
-            one = _OneCall(self, row.rule, name, (given, kwargs))
-            if is_of_torch:
-                inner = casting_call(one.spied(wrapper.__wrapped__), row, self._context)
-                result = inner(wrapped, instance, args, kwargs)
-            else:
-                result = before(one.spied(wrapped), instance, args, kwargs)
+            one = _OneCall(self, rule, name, (args, kwargs))
+            result = before(one.spied(wrapped), instance, args, kwargs)
             one.note_result(result)
             return result
 
@@ -102,6 +99,10 @@ class CastRecorder:
         finally:
             self._is_busy = False
         return max(found, default=0.0)
+
+    def _is_idle(self) -> bool:
+        is_cast = self._context.active_dtype() is not None
+        return self._is_busy or not is_cast or torch.compiler.is_compiling()
 
     def _is_kept(self, cast: Tensor) -> bool:
         known = self._kept.get(id(cast))
@@ -175,6 +176,11 @@ class _OneCall:
             record.sizes.add(size)
         if self._is_raised and self._rule in _ISLANDS:
             record.largest = max(record.largest, recorder.largest((used, result)))
+
+
+def _name_of(wrapper: CastWrapper) -> str:
+    name = wrapper.row.qualified_name.replace(":", ".").removeprefix("torch.")
+    return name.replace("nn.functional.", "F.")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -10,9 +10,8 @@ import torch
 import wrapt
 from torch import nn
 
-from amp_patch.casts.installation import UserCastWrapper
 from amp_patch.casts.patcher import Patcher
-from amp_patch.casts.wrappers import CastWrapper
+from amp_patch.casts.wrappers import CastWrapper, OperationWrapper
 from amp_patch.errors import AmpError
 from amp_patch.slot import slot
 from amp_patch.tools.call_sites import is_called_by_amp
@@ -108,10 +107,11 @@ class _RecordedHook:
 def _watch_wrappers(patcher: Patcher, recorder: CastRecorder) -> None:
     """Let every wrapper of this process do what it did, and tell."""
     for wrapper in slot.require("record_casts").casts.all_wrappers:
-        is_of_torch = not isinstance(wrapper, UserCastWrapper)
-        before = wrapper.call
-        patcher.on_restore(_Restored(wrapper, before))
-        wrapper.set_call(recorder.recording_call(wrapper, is_of_torch=is_of_torch))
+        patcher.on_restore(_Restored(wrapper, wrapper.call))
+        if isinstance(wrapper, OperationWrapper):
+            wrapper.set_call(recorder.recording_call(wrapper))
+        else:
+            wrapper.set_call(recorder.recording_user_call(wrapper))
 
 
 class _Restored:

@@ -1,0 +1,22 @@
+"""Whether the code that runs is traced: what is kept of one call must then not serve another."""
+
+from __future__ import annotations
+
+import torch
+
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)  # fake tensors, make_fx, export
+
+# Asked at every call that has a weight. `is_compiling` costs twice as much, and is true besides
+# only in exports, which have modes.
+_is_compiling = torch.compiler.is_dynamo_compiling
+_functorch_stack = torch._C._functorch.peek_interpreter_stack
+jit_state = torch._C._get_tracing_state
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def is_tracing() -> bool:
+    """Whether a cast that is made now must not be kept, and a kept one would become a constant."""
+    if _is_compiling() or jit_state() or _functorch_stack():
+        return True
+    return dispatch_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING_MODES))
