@@ -17,8 +17,11 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
+import torch.fx
+import wrapt
 from torch import nn
 
+from amp_patch.casts.context import is_tracing
 from amp_patch.casts.namespaces import (
     is_foreign,
     loaded_modules,
@@ -44,6 +47,7 @@ def rebind_references(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> 
     _rebind_unlisted(patcher, wrappers, (one for user in users for one in _values(user)))
     for wrapper in wrappers.values():
         _rebind_at_home(patcher, wrapper)
+    _rebind_in_graphs(patcher, wrappers)
 
 
 def rebind_in_model(
@@ -100,6 +104,22 @@ def _rebind_at_home(patcher: Patcher, wrapper: CastWrapper) -> None:
         home = getattr(home, part, None)
     if isinstance(home, types.ModuleType) and vars(home).get(name) is original:
         patcher.replace(home, name, wrapper)
+
+
+def _rebind_in_graphs(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> None:
+    """Nodes of torch.fx hold functions, which `torch.fx.Interpreter` calls without generated code.
+
+    When it runs a graph to trace it anew, as torch.compile does, that has its casts by then.
+    """
+
+    def call_function(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        target, *rest = args
+        if not is_tracing():
+            target = wrappers.get(id(target), target)
+        return wrapped(target, *rest, **kwargs)
+
+    kind = torch.fx.Interpreter
+    patcher.replace(kind, "call_function", wrapt.FunctionWrapper(kind.call_function, call_function))
 
 
 def _rebind_unlisted(
