@@ -153,4 +153,5 @@ def test_swap_of_weights_that_amp_has_cast_is_refused_with_the_remedy(
     assert "amp.uninitialize() before" in messages
     assert swap is by_loading or torch.equal(layer.weight, before)  # that loads what it can
     amp.uninitialize()
-    swap(layer)
+    if opt_level != "O3":  # of weights that lost their FP32 values amp remembers that
+        swap(layer)
