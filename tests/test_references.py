@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib.util
 import sys
+import time
 import types
 import weakref
 from pathlib import Path
@@ -123,6 +124,57 @@ def test_modules_that_are_odd_are_passed_over(
     monkeypatch.setitem(sys.modules, "no_module", object())
     start(model)
     assert isinstance(amp.stored_references(), list)
+
+
+def test_module_that_refuses_new_values_is_passed_over_and_listed(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    class Frozen(types.ModuleType):
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise RuntimeError("read only")
+
+    module = Frozen("users_constants")
+    vars(module).update(product=torch.cross, torch=torch)
+    monkeypatch.setitem(sys.modules, "users_constants", module)
+    start(model)
+    assert ("torch.cross", "module users_constants, name product") in listed()
+
+
+def test_no_code_of_the_user_runs_when_modules_and_objects_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Meta(type):
+        def __getattribute__(cls, name: str) -> Any:
+            raise RuntimeError("do not touch")
+
+        __eq__ = __getattribute__
+        __hash__ = None
+
+    class Odd(nn.Module):
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name) if name.startswith("_") else 1 / 0
+
+        @property
+        def broken(self) -> Any:
+            raise RuntimeError("do not touch")
+
+    (tmp_path / "lazily.py").write_text("raise RuntimeError('loaded')")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.find_spec("lazily")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazily", lazy)
+    spec.loader.exec_module(lazy)
+    owner = Meta("Owner", (), {"held": torch.cross})
+    user = types.ModuleType("users_script")
+    vars(user).update(
+        torch=torch, owner=owner, one=object.__new__(owner), gone=weakref.proxy(set())
+    )
+    monkeypatch.setitem(sys.modules, "users_script", user)
+    start(Odd())
+    assert ("torch.cross", "class Owner, attribute held") in listed()
 
 
 class Holder:
@@ -389,6 +441,17 @@ def test_containers_are_found_in_classes_objects_closures_and_models() -> None:
     assert {f"Module object, attribute nested_{kind}" for kind in tables} <= places
     assert "function closure_over.<locals>.inner, its closure" in places
     del holder, closures
+
+
+def test_a_container_in_a_great_many_others_is_listed_soon(
+    holding: types.ModuleType, model: nn.Module
+) -> None:
+    table = [torch.cross]
+    holding.many = [[table] for _ in range(20000)]
+    start(model)
+    before = time.perf_counter()
+    assert ("torch.cross", "module users_tables, name many") in listed()
+    assert time.perf_counter() - before < 20  # a minute, if each was compared with each
 
 
 def test_variables_of_running_functions_are_listed(model: nn.Module) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from amp_patch.casts.namespaces import is_foreign, names_of
+from amp_patch.casts.namespaces import is_foreign, names_of, of_class
 from amp_patch.casts.wrappers import CastWrapper
 
 _MAX_NESTING = 16  # of containers
+_MANY = 256  # `gc.get_referrers` compares every reference that there is with every argument
 
 _Below = dict[int, set[int]]  # by the ids of objects on the way: ids of the functions below them
 
@@ -89,7 +90,7 @@ def _closures_of_internals(heap: Iterable[Any]) -> set[int]:
 def _one_up(ways: dict[int, _Way], found: dict[tuple[int, str], None]) -> dict[int, _Way]:
     """The ways from what refers to the ends of `ways`, where that has no name either."""
     higher: dict[int, _Way] = {}
-    for holder in gc.get_referrers(*(way.held for way in ways.values())):
+    for holder in _referrers(ways):
         if _is_internal(holder):
             continue
         below: _Below = {}
@@ -100,6 +101,16 @@ def _one_up(ways: dict[int, _Way], found: dict[tuple[int, str], None]) -> dict[i
         if below:
             _name_or_go_up(holder, below, found, higher)
     return higher
+
+
+def _referrers(ways: dict[int, _Way]) -> Iterator[Any]:
+    if len(ways) < _MANY:
+        yield from gc.get_referrers(*(way.held for way in ways.values()))
+        return
+    known = ways.keys()
+    for holder in gc.get_objects():
+        if not known.isdisjoint(map(id, gc.get_referents(holder))):
+            yield holder
 
 
 def _name_or_go_up(
@@ -130,14 +141,14 @@ def _is_internal(holder: Any) -> bool:
     if kind is types.FunctionType:
         return not is_foreign(holder.__globals__.get("__name__", ""))
     if issubclass(kind, type):
-        return not is_foreign(holder.__module__)
+        return not is_foreign(of_class(holder, "__module__"))
     if kind is dict and _is_of_module(holder):
         return not is_foreign(holder["__name__"])
     if issubclass(kind, types.ModuleType):
         return not is_foreign(names_of(holder).get("__name__"))
     if kind is types.FrameType:
         return True
-    return not issubclass(kind, nn.Module) and not is_foreign(kind.__module__)
+    return not issubclass(kind, nn.Module) and not is_foreign(of_class(kind, "__module__"))
 
 
 def _is_of_module(names: dict[Any, Any]) -> bool:
@@ -153,14 +164,16 @@ def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
     if kind is types.FunctionType:
         yield from _parts_of_function(holder)
     elif issubclass(kind, type):
-        yield from _named(f"class {holder.__qualname__}, attribute", vars(holder))
+        place = f"class {of_class(holder, '__qualname__')}, attribute"
+        yield from _named(place, of_class(holder, "__dict__"))
     elif kind is dict and _is_of_module(holder):
         yield from _named(f"module {holder['__name__']}, name", holder)
     elif issubclass(kind, types.ModuleType):
         names = names_of(holder)
         yield from _named(f"module {names.get('__name__')}, name", names)
-    elif kind.__module__ not in sys.stdlib_module_names:  # as containers, and what is like them
-        yield from _named(f"{kind.__qualname__} object, attribute", _attributes(holder))
+    elif of_class(kind, "__module__") not in sys.stdlib_module_names:  # as containers are
+        place = f"{of_class(kind, '__qualname__')} object, attribute"
+        yield from _named(place, _attributes(holder))
 
 
 def _named(place: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -169,9 +182,10 @@ def _named(place: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _attributes(holder: Any) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
-    for base in type(holder).__mro__:
-        if "__slots__" in vars(base):
-            for name, slot in vars(base).items():
+    for base in of_class(type(holder), "__mro__"):
+        names = of_class(base, "__dict__")
+        if "__slots__" in names:
+            for name, slot in names.items():
                 if type(slot) is types.MemberDescriptorType:
                     with contextlib.suppress(AttributeError):  # a slot without a value yet
                         attributes[name] = slot.__get__(holder)

@@ -26,6 +26,11 @@ def names_of(module: types.ModuleType) -> dict[str, Any]:
     return found
 
 
+def of_class(owner: type, name: str) -> Any:
+    """What every class has under `name`; asked so, no code of a metaclass runs."""
+    return type.__getattribute__(owner, name)
+
+
 def loaded_modules() -> list[tuple[str, types.ModuleType]]:
     """What `sys.modules` has under which path, without things that are no module."""
     return [
@@ -78,13 +83,13 @@ def _sources(values: Iterable[Any], looked_at: set[int]) -> Iterator[Any]:
 
 
 def _methods(owner: type, looked_at: set[int]) -> Iterator[types.FunctionType]:
-    for base in owner.__mro__:
+    for base in of_class(owner, "__mro__"):
         if id(base) in looked_at:
             continue
         looked_at.add(id(base))
-        if not is_foreign(base.__module__) or _is_listed(base):
+        if not is_foreign(of_class(base, "__module__")) or _is_listed(base):
             continue
-        for value in list(vars(base).values()):
+        for value in list(of_class(base, "__dict__").values()):
             method = _bare(value)
             if type(method) is types.FunctionType:
                 yield _innermost(method)
@@ -98,10 +103,10 @@ def _bare(value: Any) -> Any:
 
 def _is_listed(owner: type) -> bool:
     """Whether `owner` is what its module has under its name, as most classes are."""
-    module = sys.modules.get(owner.__module__)
+    module = sys.modules.get(of_class(owner, "__module__"))
     if not issubclass(type(module), types.ModuleType):
         return False
-    return names_of(module).get(owner.__name__) is owner  # type: ignore[arg-type]
+    return names_of(module).get(of_class(owner, "__name__")) is owner  # type: ignore[arg-type]
 
 
 def _innermost(function: types.FunctionType) -> types.FunctionType:

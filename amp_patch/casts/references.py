@@ -7,6 +7,7 @@ classes or other functions are left, and `holders` lists them.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import sys
@@ -42,7 +43,8 @@ def rebind_references(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> 
     patcher.on_restore(functools.partial(_unwrap_references, _by_id(wrappers)))
     for module in _modules_with(wrappers.keys()):
         for name, wrapper in _plain_names(names_of(module), wrappers):
-            patcher.replace(module, name, wrapper)
+            with contextlib.suppress(Exception):  # a module may refuse, by code of its own
+                patcher.replace(module, name, wrapper)
     users = _modules_with({*wrappers, *map(id, (torch, nn, nn.functional))})
     _rebind_unlisted(patcher, wrappers, (one for user in users for one in _values(user)))
     for wrapper in wrappers.values():
@@ -148,7 +150,8 @@ def _unwrap_references(wrappers: Mapping[int, CastWrapper]) -> None:
     for module in _modules_with(wrappers.keys()):
         for name, value in list(names_of(module).items()):
             if id(value) in wrappers:
-                setattr(module, name, value.__wrapped__)
+                with contextlib.suppress(Exception):
+                    setattr(module, name, value.__wrapped__)
 
 
 def _unwrap_unlisted(users: weakref.WeakSet[Any], wrappers: Mapping[int, CastWrapper]) -> None:
