@@ -53,7 +53,9 @@ def stored_references(wrappers: Mapping[int, CastWrapper]) -> list[StoredReferen
     found: dict[tuple[int, str], None] = {}
     reached: _Below = {one: {one} for one in wrappers}
     ways = _direct_holders(wrappers.keys(), found)
+    kept = []  # alive, so that nothing else gets the id of one
     for _ in range(_MAX_NESTING):
+        kept.append(ways)
         for one, way in ways.items():
             reached.setdefault(one, set()).update(way.below[one])
         if not ways:
