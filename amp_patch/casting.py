@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from amp_patch.casts import references
+from amp_patch.casts import holders
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.rules import CastRule
 from amp_patch.casts.user_functions import casting_decorator, user_rules
@@ -186,13 +186,13 @@ def verify_casts() -> Iterator[None]:
         cache.verifies = before
 
 
-def stored_references() -> list[references.StoredReference]:
+def stored_references() -> list[holders.StoredReference]:
     """Functions that objects took from torch before `initialize`, and that are so never cast.
 
     `initialize` rebinds names in modules of Python and attributes in the models it is given. Not
-    these: attributes of other objects and of classes, entries of containers, defaults, closures.
-    Take them anew after `initialize`, or call the function by its name. Walks all objects of the
-    process: slow. Empty where no casts are active.
+    these: attributes of other objects and of classes, entries of containers of any kind, defaults,
+    closures, variables of running functions. Take them anew after `initialize`, or call the
+    function by its name. Walks all objects of the process: slow. Empty where no casts are active.
 
         >>> import torch
         >>> import amp_patch as amp
@@ -204,7 +204,7 @@ def stored_references() -> list[references.StoredReference]:
         >>> amp.uninitialize()
     """
     session = slot.session
-    return [] if session is None else references.stored_references(session.casts.wrappers)
+    return [] if session is None else holders.stored_references(session.casts.wrappers)
 
 
 def _find_context() -> CastContext | None:

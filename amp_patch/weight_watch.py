@@ -11,6 +11,7 @@ from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
 from amp_patch.casts.surroundings import meet_torchs_own_amp_and_script
 from amp_patch.casts.watch import watch_weights
+from amp_patch.errors import AmpError
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.weights.master_weights import MasterWeights
 
@@ -48,6 +49,18 @@ class WeightWatch:
         """Told by the watch: `parameter.data` is assigned to."""
         self.on_data_taken(parameter)
         return self._masters.accepted(parameter, value)
+
+    def on_swap(self, tensor: torch.Tensor) -> None:
+        """Told by the watch: `tensor` becomes another, which torch refuses if it is referred to."""
+        self.context.cache.discard(tensor)
+        if self._masters.has_cast(tensor):
+            raise AmpError(
+                "torch.utils.swap_tensors: expected a tensor that amp has not cast, found a weight "
+                f"in {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                "write into it instead (load_state_dict and conversions do, unless "
+                "torch.__future__.set_swap_module_params_on_conversion is on), or call "
+                "amp.uninitialize() before"
+            )
 
     def on_step(self) -> None:
         """Told by the watch: some optimizer has stepped."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -266,3 +268,20 @@ def test_batch_norm_that_is_converted_after_initialize_stays_fp32(level: str) ->
     assert any(model[1].weight is p for group in optimizer.param_groups for p in group["params"])
     model.eval()  # among several ranks it trains on GPUs only
     assert model(torch.randn(4, 6)).isfinite().all()
+
+
+def test_replicas_that_live_on_and_take_turns_gather_nothing() -> None:
+    model, x = mlp(), torch.randn(4, 6)
+    for level in ("O1", "O4", "O2", "O1"):
+        amp.initialize(model, opt_level=level, verbosity=0)
+        copies = [copy.copy(model) for _ in range(2)]
+        for one in copies:
+            one(x)
+        before = [weakref.getweakrefcount(one) for one in copies]
+        for one in copies * 20:
+            one(x)
+        assert [weakref.getweakrefcount(one) for one in copies] == before
+        amp.uninitialize()
+    del one, copies
+    gc.collect()
+    assert weakref.getweakrefcount(model) == weakref.getweakrefcount(mlp())

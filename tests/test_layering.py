@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "casts.follows",
+            "casts.namespaces",
             "casts.patcher",
             "casts.spellings",
             "casts.tracing",
@@ -82,7 +83,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"casts.wrappers"}),
-    frozenset({"casts.references"}),
+    frozenset({"casts.holders", "casts.references"}),
     frozenset({"casts.installation"}),
     frozenset({"weight_watch"}),
     frozenset({"session"}),

@@ -189,6 +189,36 @@ def test_scripted_model_can_be_initialized_itself() -> None:
     assert not torch.equal(before[0], next(scripted.parameters()))
 
 
+class Encoder(nn.Module):
+    """Scripted with a method besides `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    @torch.jit.export
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_scripted_methods_other_than_forward_cast_and_no_longer_after_uninitialize() -> None:
+    scripted, x = torch.jit.script(Encoder()), torch.randn(2, 4)
+    plain, call = scripted.encode(x), vars(torch._C.ScriptMethod)["__call__"]
+    amp.initialize(scripted, opt_level="O4", verbosity=0)
+    with torch.autocast("cpu", HALF):
+        expected = Encoder.forward(scripted, x)
+    assert_identical(scripted.encode(x), expected)
+    assert scripted.encode(x).dtype is HALF
+    with amp.disable_casts():
+        assert scripted.encode(x).dtype is torch.float32
+    amp.uninitialize()
+    assert_identical(scripted.encode(x), plain)
+    assert vars(torch._C.ScriptMethod)["__call__"] is call
+
+
 def test_scripted_part_takes_half_activations() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
     amp.initialize(model, opt_level="O4", verbosity=0)
@@ -304,6 +334,39 @@ def test_fx_graph_made_before_the_session_casts_in_it() -> None:
     graph = torch.fx.symbolic_trace(model)
     amp.initialize(model, opt_level="O4", verbosity=0)
     assert_identical(graph(*inputs()).detach(), model(*inputs()).detach())
+
+
+class Products(nn.Module):
+    """Functions of all kinds: of C, of Python, of `torch.nn.functional`, and methods."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(F.linear(torch.mm(x, x), F.normalize(x.matmul(x))) @ x, -1)
+
+
+@pytest.mark.parametrize("first", ["trace", "initialize"])
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_fx_interpreter_casts_as_the_generated_code_does(opt_level: str, first: str) -> None:
+    model, x = Products(), torch.randn(4, 4)
+    plain = model(x)
+    if first == "trace":
+        graph = torch.fx.symbolic_trace(model)
+        amp.initialize(model, opt_level=opt_level, verbosity=0)
+    else:
+        amp.initialize(model, opt_level=opt_level, verbosity=0)
+        graph = torch.fx.symbolic_trace(model)
+    seen = []
+
+    class Watch(torch.fx.Interpreter):
+        def run_node(self, node: torch.fx.Node) -> Any:
+            result = super().run_node(node)
+            seen.append((node.name, result.dtype))
+            return result
+
+    assert_identical(Watch(graph).run(x), model(x))
+    halves = {name for name, dtype in seen if dtype is {"O1": torch.float16, "O4": HALF}[opt_level]}
+    assert halves == {"mm", "matmul", "linear", "matmul_1"}
+    amp.uninitialize()
+    assert_identical(torch.fx.Interpreter(graph).run(x), plain)
 
 
 def test_make_fx_keeps_weights_as_inputs_and_leaves_no_cast_behind() -> None:

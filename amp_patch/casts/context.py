@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -43,6 +44,7 @@ class CastContext:
         self.cache = CastCache()
         self._keeping = 0
         self._has_warned_of_autocast = False
+        self._watched: dict[int, weakref.ref[object]] = {}
         self._scope: ContextVar[_Scope | None] = ContextVar("amp_patch_scope", default=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastContext:
@@ -140,6 +142,16 @@ class CastContext:
             self._warn_of_autocast()
         self._scope.set(_Scope(None, False, region, scope))
 
+    def clear_cache_after(self, model: object) -> None:
+        """Clear the cache when `model` is gone, whose weights its casts would keep alive.
+
+        Replicas share the hooks by which they are met: they come here in turns, again and again.
+        """
+        known = self._watched.get(id(model))
+        if known is None or known() is not model:
+            forget = functools.partial(self._forget, id(model))
+            self._watched[id(model)] = weakref.ref(model, forget)
+
     def is_inside_another(self, owner: object) -> bool:
         """Whether the forward of `owner` runs inside the forward of another model."""
         if torch.compiler.is_compiling():  # which enters no scopes, and cannot read one
@@ -157,6 +169,11 @@ class CastContext:
     def forget_interrupted(self) -> None:
         """Drop scopes of forwards that an interrupt ended, for which torch calls no hooks."""
         self._scope.set(_without_interrupted(self._scope.get()))
+
+    def _forget(self, key: int, reference: weakref.ref[object]) -> None:
+        if self._watched.get(key) is reference:
+            del self._watched[key]
+        self.cache.clear()
 
     @contextmanager
     def _within(self, scope: _Scope | None) -> Iterator[None]:

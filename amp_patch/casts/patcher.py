@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("amp_patch")
 
@@ -29,7 +29,8 @@ class Patcher:
         reference = weakref.ref(owner)
         previous = vars(owner).get(name, _INHERITED)
         setattr(owner, name, new)
-        self._undo.callback(_put_back, reference, name, new, previous)
+        replacement = _Replacement(reference, name, new, previous)
+        self._undo.callback(replacement.put_back)
 
     def on_restore(self, callback: Callable[[], object]) -> None:
         """Call `callback()` when `restore` reaches this point."""
@@ -40,13 +41,19 @@ class Patcher:
         self._undo.close()
 
 
-def _put_back(reference: weakref.ref[Any], name: str, new: Any, previous: Any) -> None:
-    owner = reference()
-    if owner is None:
-        return
-    if vars(owner).get(name, _INHERITED) is not new:
-        logger.debug("%r.%s has another owner by now; left alone", owner, name)
-    elif previous is _INHERITED:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, previous)
+class _Replacement(NamedTuple):
+    owner: weakref.ref[Any]
+    name: str
+    new: Any
+    previous: Any
+
+    def put_back(self) -> None:
+        owner, name = self.owner(), self.name
+        if owner is None:
+            return
+        if vars(owner).get(name, _INHERITED) is not self.new:
+            logger.debug("%r.%s has another owner by now; left alone", owner, name)
+        elif self.previous is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, self.previous)

@@ -1,8 +1,8 @@
 """References to torch functions that were taken before the casts were installed.
 
 `from torch.nn.functional import linear` copies the function into a module, where a patch of
-`torch.nn.functional` does not reach. Names in loaded modules are rebound; functions that sit in
-objects, classes or other functions are left and can be listed.
+`torch.nn.functional` does not reach. Names in modules are rebound; functions that sit in objects,
+classes or other functions are left, and `holders` lists them.
 """
 
 from __future__ import annotations
@@ -10,57 +10,61 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-import gc
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
+import torch
+import torch.fx
+import wrapt
 from torch import nn
 
+from amp_patch.casts.context import is_tracing
+from amp_patch.casts.namespaces import (
+    is_foreign,
+    loaded_modules,
+    names_of,
+    unlisted_namespaces,
+    users_of,
+)
 from amp_patch.casts.patcher import Patcher
 from amp_patch.casts.wrappers import CastWrapper
 
-_OWN = frozenset({"amp_patch", "functorch", "torch", "torchgen", "wrapt"})
-
-
-@dataclass(frozen=True, slots=True)
-class StoredReference:
-    """A function without its casts: `function` by its name, and the `place` that holds it."""
-
-    function: str
-    place: str
-
-    def __str__(self) -> str:
-        return f"{self.function} in {self.place}"
-
 
 def rebind_references(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> None:
-    """Put wrappers in place of the functions that loaded modules hold under names of their own.
+    """Put wrappers in place of the functions that modules hold under names of their own.
 
     `wrappers` has the wrapper of each function by the function's id. Wrappers that modules take
     while the casts are installed become plain functions again when they come off.
     """
-    plain = {id(wrapper): wrapper for wrapper in wrappers.values()}
-    patcher.on_restore(functools.partial(_unwrap_references, plain))
-    for module, name, value in _names_of(wrappers):
-        wrapper = wrappers[id(value)]
-        if wrapper.__wrapped__ is value:
-            patcher.replace(module, name, wrapper)
+    patcher.on_restore(functools.partial(_unwrap_references, _by_id(wrappers)))
+    for module in _modules_with(wrappers.keys()):
+        for name, wrapper in _plain_names(names_of(module), wrappers):
+            with contextlib.suppress(Exception):  # a module may refuse, by code of its own
+                patcher.replace(module, name, wrapper)
+    users = _modules_with({*wrappers, *map(id, (torch, nn, nn.functional))})
+    _rebind_unlisted(patcher, wrappers, (one for user in users for one in _values(user)))
     for wrapper in wrappers.values():
         _rebind_at_home(patcher, wrapper)
+    _rebind_in_graphs(patcher, wrappers)
 
 
 def rebind_in_model(
     patcher: Patcher, wrappers: Mapping[int, CastWrapper], model: nn.Module
 ) -> None:
-    """The same for attributes of the modules in `model`, as `self.activation = F.kl_div`."""
+    """The same for attributes of the modules in `model`, as `self.activation = F.kl_div`.
+
+    Also for the names that their methods use, where these came from a file that is no module.
+    """
+    reached: list[Any] = []
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            wrapper = wrappers.get(id(value))
-            if wrapper is not None and wrapper.__wrapped__ is value:
-                patcher.replace(module, name, wrapper)
+        for name, wrapper in _plain_names(vars(module), wrappers):
+            patcher.replace(module, name, wrapper)
+        reached += (type(module), *vars(module).values())
+    _rebind_unlisted(patcher, wrappers, reached)
 
 
 def pickle_by_name(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> None:
@@ -87,18 +91,6 @@ def pickle_by_name(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> Non
     patcher.on_restore(put_back)
 
 
-def stored_references(wrappers: Mapping[int, CastWrapper]) -> list[StoredReference]:
-    """The plain functions that objects, classes and functions hold, and that escape the casts."""
-    found: dict[StoredReference, None] = {}
-    for holder in gc.get_objects():
-        for place, value in _held_by(holder):
-            wrapper = wrappers.get(id(value))
-            if wrapper is not None and wrapper.__wrapped__ is value:
-                name = wrapper._self_qualified_name
-                found[StoredReference(name.replace(":", "."), place)] = None
-    return list(found)
-
-
 def _rebind_at_home(patcher: Patcher, wrapper: CastWrapper) -> None:
     """Generated code, of torch.fx and torch.compile, names a function by where it says it is from.
 
@@ -116,79 +108,69 @@ def _rebind_at_home(patcher: Patcher, wrapper: CastWrapper) -> None:
         patcher.replace(home, name, wrapper)
 
 
-def _unwrap_references(wrappers: Mapping[int, CastWrapper]) -> None:
-    for module, name, value in _names_of(wrappers):
-        setattr(module, name, value.__wrapped__)
+def _rebind_in_graphs(patcher: Patcher, wrappers: Mapping[int, CastWrapper]) -> None:
+    """Nodes of torch.fx hold functions, which `torch.fx.Interpreter` calls without generated code.
+
+    When it runs a graph to trace it anew, as torch.compile does, that has its casts by then.
+    """
+
+    def call_function(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        target, *rest = args
+        if not is_tracing():
+            target = wrappers.get(id(target), target)
+        return wrapped(target, *rest, **kwargs)
+
+    kind = torch.fx.Interpreter
+    patcher.replace(kind, "call_function", wrapt.FunctionWrapper(kind.call_function, call_function))
 
 
-def _names_of(ids: Mapping[int, Any]) -> list[tuple[types.ModuleType, str, Any]]:
-    """The names in loaded modules of the user for objects with one of `ids`."""
-    known = ids.keys()
+def _rebind_unlisted(
+    patcher: Patcher, wrappers: Mapping[int, CastWrapper], values: Iterable[Any]
+) -> None:
+    for names, source in unlisted_namespaces(values):
+        found = _plain_names(names, wrappers)
+        if found:
+            users = users_of(names, source)
+            patcher.on_restore(functools.partial(_unwrap_unlisted, users, _by_id(wrappers)))
+            names.update(found)
+
+
+def _plain_names(
+    names: Mapping[str, Any], wrappers: Mapping[int, CastWrapper]
+) -> list[tuple[str, CastWrapper]]:
+    """The names for functions without casts, with the wrappers to put in their place."""
     return [
-        (module, name, value)
-        for path, module in list(sys.modules.items())
-        if _is_foreign(path) and issubclass(type(module), types.ModuleType)
-        if not known.isdisjoint(map(id, list(vars(module).values())))  # quick, for most
-        for name, value in list(vars(module).items())
-        if id(value) in known
+        (name, wrappers[id(value)])
+        for name, value in list(names.items())
+        if id(value) in wrappers and wrappers[id(value)].__wrapped__ is value
     ]
 
 
-def _held_by(holder: Any) -> Iterator[tuple[str, Any]]:
-    """The values that `holder` keeps, each with the words for where it is."""
-    kind = type(holder)  # `isinstance` would ask proxies of what is gone
-    if kind is types.FunctionType:
-        if _is_foreign(holder.__module__):
-            yield from _held_by_function(holder)
-    elif issubclass(kind, type):
-        if _is_foreign(holder.__module__):
-            place = f"class {holder.__qualname__}"
-            yield from _held_in(place, "attribute", vars(holder))
-    elif issubclass(kind, types.ModuleType):
-        if _is_foreign(holder.__name__):
-            containers = {
-                name: value
-                for name, value in vars(holder).items()
-                if type(value) in (dict, list, tuple, functools.partial)
-            }
-            yield from _held_in(f"module {holder.__name__}", "name", containers)
-    elif issubclass(kind, nn.Module) or _is_foreign(kind.__module__):
-        attributes = None
-        with contextlib.suppress(AttributeError):
-            attributes = object.__getattribute__(holder, "__dict__")
-        if type(attributes) is dict:
-            yield from _held_in(f"{kind.__qualname__} object", "attribute", attributes)
+def _unwrap_references(wrappers: Mapping[int, CastWrapper]) -> None:
+    for module in _modules_with(wrappers.keys()):
+        for name, value in list(names_of(module).items()):
+            if id(value) in wrappers:
+                with contextlib.suppress(Exception):
+                    setattr(module, name, value.__wrapped__)
 
 
-def _held_in(place: str, what: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in list(attributes.items()):
-        for item in _items(value):
-            yield f"{place}, {what} {name}", item
+def _unwrap_unlisted(users: weakref.WeakSet[Any], wrappers: Mapping[int, CastWrapper]) -> None:
+    for user in users:  # any of them, as long as one is left
+        names = user.__globals__ if isinstance(user, types.FunctionType) else names_of(user)
+        plain = [(name, one.__wrapped__) for name, one in names.items() if id(one) in wrappers]
+        names.update(plain)
 
 
-def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    place = f"function {function.__qualname__}"
-    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield f"{place}, a default", value
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a variable without a value yet
-            yield f"{place}, its closure", cell.cell_contents
+def _by_id(wrappers: Mapping[int, CastWrapper]) -> dict[int, CastWrapper]:
+    return {id(wrapper): wrapper for wrapper in wrappers.values()}
 
 
-def _items(value: Any) -> Iterator[Any]:
-    if type(value) in (list, tuple):
-        yield from map(_opened, value)
-    elif type(value) is dict:
-        yield from map(_opened, list(value.values()))
-    else:
-        yield _opened(value)
+def _modules_with(ids: AbstractSet[int]) -> Iterator[types.ModuleType]:
+    """The loaded modules of the user with a name for an object with one of `ids`."""
+    for path, module in loaded_modules():
+        if is_foreign(path) and not ids.isdisjoint(map(id, _values(module))):
+            yield module
 
 
-def _opened(value: Any) -> Any:
-    if type(value) in (staticmethod, classmethod):
-        return value.__func__
-    return value.func if type(value) is functools.partial else value
-
-
-def _is_foreign(module: Any) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] not in _OWN
+def _values(module: types.ModuleType) -> list[Any]:
+    return list(names_of(module).values())

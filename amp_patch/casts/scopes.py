@@ -27,14 +27,9 @@ class _EnterScope(ModelHook):
         if torch.compiler.is_compiling():  # such code has its scope from where it is called
             return
         if self.known is None or self.known() is not module:
-            self._meet(module)
+            self.known = weakref.ref(module)
+            self.context.clear_cache_after(module)
         self.context.enter(module, self.half_dtype, is_cast=self.is_cast, frame=sys._getframe(1))
-
-    def _meet(self, module: nn.Module) -> None:
-        """Casts of a model that is gone, a copy of one too, would keep its weights alive."""
-        self.known = weakref.ref(module)
-        finalizer = weakref.finalize(module, self.context.cache.clear)
-        finalizer.atexit = False
 
 
 class _LeaveScope(ModelHook):

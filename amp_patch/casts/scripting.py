@@ -48,6 +48,14 @@ def cast_scripted(patcher: Patcher, context: CastContext, wrappers: Mapping[int,
     for kind in (torch.jit.ScriptModule, torch.jit.ScriptFunction):
         patcher.replace(kind, "__call__", wrapt.FunctionWrapper(kind.__call__, call))
 
+    def call_method(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if instance.name == "forward":  # for the module to call, which knows if it was traced
+            return wrapped(*args, **kwargs)
+        return call(wrapped, instance, args, kwargs)
+
+    method = torch._C.ScriptMethod
+    patcher.replace(method, "__call__", wrapt.FunctionWrapper(method.__call__, call_method))
+
 
 def _wrap_compiler(patcher: Patcher, call: Any) -> None:
     """Around what `torch.jit.script` calls: of that itself, other modules have references."""

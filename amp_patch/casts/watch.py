@@ -26,6 +26,9 @@ class Watcher(Protocol):
     def on_data_set(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`value` is assigned to `parameter.data`. Returns what to assign."""
 
+    def on_swap(self, tensor: torch.Tensor) -> None:
+        """`tensor` is about to become another by `torch.utils.swap_tensors`."""
+
     def on_step(self) -> None:
         """An optimizer of this process has stepped, one of amp's or not."""
 
@@ -36,6 +39,7 @@ class Watcher(Protocol):
 def watch_weights(patcher: Patcher, watcher: Watcher) -> None:
     """Tell `watcher`, until `patcher` restores."""
     plain: Any = torch.Tensor.data
+    swap: Any = torch.utils.swap_tensors
     zero_grad = nn.Module.zero_grad
 
     def read(tensor: torch.Tensor) -> Any:
@@ -48,6 +52,12 @@ def watch_weights(patcher: Patcher, watcher: Watcher) -> None:
             value = watcher.on_data_set(tensor, value)
         plain.__set__(tensor, value)
 
+    @functools.wraps(swap)
+    def tell_and_swap(first: torch.Tensor, second: torch.Tensor) -> None:
+        watcher.on_swap(first)
+        watcher.on_swap(second)
+        swap(first, second)
+
     def stepped(*_: Any) -> None:
         watcher.on_step()
 
@@ -57,5 +67,6 @@ def watch_weights(patcher: Patcher, watcher: Watcher) -> None:
         watcher.on_zero_grad(module)
 
     patcher.replace(torch.Tensor, "data", property(read, write, doc=plain.__doc__))
+    patcher.replace(torch.utils, "swap_tensors", tell_and_swap)
     patcher.replace(nn.Module, "zero_grad", zero_grad_and_tell)
     patcher.on_restore(register_optimizer_step_post_hook(stepped).remove)
