@@ -540,6 +540,47 @@ def test_an_optimizer_of_another_block_is_not_touched_by_an_overflow(opt_level: 
     assert [amp.step_was_skipped(optimizer) for optimizer in optimizers] == [False, True]
 
 
+class Shared(nn.Module):
+    """Two heads on one layer, with an optimizer for each head that also updates the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+
+    def forward(self, x: torch.Tensor, is_trunk_fixed: bool) -> list[torch.Tensor]:
+        hidden = self.trunk(x)
+        hidden = hidden.detach() if is_trunk_fixed else hidden
+        return [head(hidden).float().sum() for head in self.heads]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.SGD([*self.trunk.parameters(), *head.parameters()], lr=0.1)
+            for head in self.heads
+        ]
+
+
+@pytest.mark.parametrize("is_in_trunk", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("are_both_listed", [True, False], ids=["both", "first"])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "each-by-itself"])
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_an_overflow_in_a_shared_layer_skips_every_optimizer_that_holds_it(
+    opt_level: str, together: bool, are_both_listed: bool, is_in_trunk: bool
+) -> None:
+    model = Shared()
+    first, second = model.optimizers()
+    options = {"skip_together": together, "loss_scale": WIDE}
+    amp.initialize(model, [first, second], opt_level=opt_level, **options)
+    losses = model(batch()[0], is_trunk_fixed=not is_in_trunk)
+    backward(overflowing(losses[0]) + losses[1], [first, second] if are_both_listed else first)
+    second.step()  # the one that does not own the gradients goes first
+    first.step()
+    assert amp.step_was_skipped(first)
+    is_told = is_in_trunk or (together and are_both_listed)
+    assert amp.step_was_skipped(second) == is_told
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 # -- details ---------------------------------------------------------------------------------------
 
 

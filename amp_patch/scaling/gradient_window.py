@@ -43,6 +43,7 @@ class GradientWindow:
         self._unscaled: list[Gradient] = []  # of the masters, set aside; empty if none had any
         self._scaled: list[Gradient] = []  # of the model, from earlier blocks with delay_unscale
         self._fresh: list[Gradient] = []  # of the block, unscaled
+        self._watched: list[ParamPair] = []  # their gradients come from blocks of other optimizers
         self._kept = 0  # blocks of this window whose gradients were kept
         self._dropped = 0  # and dropped
         self._scaler: LossScaler | None = None
@@ -200,6 +201,11 @@ class GradientWindow:
         self._has_local = self._leaves_local or (self._has_local and not self._is_merged)
         self._is_merged = self._leaves_local = False
 
+    def watch(self, shared: Iterable[ParamPair]) -> None:
+        """Look at the gradients of `shared` before the next step: other optimizers check them."""
+        known = {id(pair.master) for pair in self._watched}
+        self._watched += [pair for pair in shared if id(pair.master) not in known]
+
     def take_weight(self) -> float:
         """What to multiply the sum over the kept blocks by, so that it stands for all of them."""
         weight = (self._kept + self._dropped) / self._kept if self._kept and self._dropped else 1.0
@@ -219,6 +225,9 @@ class GradientWindow:
         make_checks(check for check, _ in self.unchecked)
         self.has_overflow |= any(check.skips[i] for check, i in self.unchecked)
         self.unchecked = []
+        if self._watched and not self.has_overflow:
+            foreign = [pair.master.grad for pair in self._watched if pair.master.grad is not None]
+            self.has_overflow = gradients.any_found(gradients.non_finite(foreign))
         return self.has_overflow or (self._dropped > 0 and self._kept == 0)
 
     def take_verdict(self) -> tuple[Checks, torch.Tensor] | None:
@@ -227,7 +236,7 @@ class GradientWindow:
         None where it is known already what will become of the step.
         """
         verdict = worst(check.verdict(i) for check, i in self.unchecked)
-        if verdict is None or self.has_overflow or self._dropped:
+        if verdict is None or self.has_overflow or self._dropped or self._watched:
             return None
         checks, self.unchecked = self.unchecked, []
         self._forget_blocks()
@@ -246,6 +255,7 @@ class GradientWindow:
 
     def _forget_blocks(self) -> None:
         self._kept = self._dropped = 0
+        self._watched = []
         self._has_local, self.is_separable = False, True
 
     def _close(self) -> None:

@@ -33,6 +33,11 @@ def unscale_(gradients: Gradients, scale: Scale) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def non_finite(gradients: Gradients) -> list[torch.Tensor]:
+    """The verdicts of `unscale_` on `gradients` that are unscaled already."""
+    return unscale_(gradients, 1.0)
+
+
 def any_found(found: Iterable[torch.Tensor]) -> bool:
     """Whether any of the verdicts of `unscale_` says overflow. Synchronises once."""
     return any(each_found([list(found)]))  # None is false

@@ -91,11 +91,12 @@ class OptimizerBinding:
 
     def before_backward(
         self, scaler: LossScaler, claimed: Container[int], scale: gradients.Scale
-    ) -> None:
+    ) -> list[ParamPair]:
         """Enter a scale_loss block, whose loss is multiplied by `scale`.
 
-        `claimed` has the ids of parameters that another optimizer of the block handles already.
-        At a scale that is always 1, parameters without a master are left alone.
+        `claimed` has the ids of parameters that another optimizer of the block handles already:
+        returns what this one shares with it. At a scale that is always 1, parameters without a
+        master are left alone.
         """
         if scaler.is_identity and not self._groups.have_masters:
             pairs: list[ParamPair] = []
@@ -103,10 +104,13 @@ class OptimizerBinding:
             pairs = self.pairs()
         if scaler.is_identity:
             pairs = [pair for pair in pairs if pair.has_master]
+        shared: list[ParamPair] = []
         if claimed:
+            shared = [pair for pair in pairs if id(pair.master) in claimed]
             pairs = [pair for pair in pairs if id(pair.master) not in claimed]
         self.outcome.drop_skipped(pairs)
         self.window.begin(pairs, scaler, self._wrappers.of(pair.model for pair in pairs), scale)
+        return shared
 
     def _bind(self, optimizer: Any) -> None:
         self._patcher.on_restore(self._groups.unpair)

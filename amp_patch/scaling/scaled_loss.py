@@ -12,12 +12,13 @@ from amp_patch.errors import warn
 from amp_patch.scaling.device_scale import DeviceScale, scale_on
 from amp_patch.scaling.fused_step import skips_by_itself
 from amp_patch.scaling.gradient_window import GradientWindow, Stage
-from amp_patch.scaling.gradients import Scale
+from amp_patch.scaling.gradients import Scale, non_finite
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
 from amp_patch.scaling.overflow_report import OverflowReport, report_overflow
 from amp_patch.scaling.scaler_groups import ScalerGroup
+from amp_patch.weights.param_pairs import ParamPair
 
 
 class ScaledLoss:
@@ -50,6 +51,8 @@ class ScaledLoss:
         self._delay_overflow_check = delay_overflow_check
         self._on_device: DeviceScale | None = None
         self._scale: Scale = 1.0  # set on entry
+        # What an optimizer has of parameters whose gradients another one of the block handles.
+        self._shared: list[list[ParamPair]] = []
 
     def __enter__(self) -> torch.Tensor:
         claimed: set[int] = set()
@@ -58,15 +61,17 @@ class ScaledLoss:
         self._scale = (self._on_device or self._scaler).scale
         try:
             for binding in self._bindings:
-                binding.before_backward(self._scaler, claimed, self._scale)
+                shared = binding.before_backward(self._scaler, claimed, self._scale)
                 opened.append(binding)
+                self._shared.append(shared)
                 if len(self._bindings) > 1 or self._bystanders:
                     claimed.update(id(pair.master) for pair in binding.pairs())
             ready = [one for one in self._bystanders if one.window.stage is Stage.READY]
             self._bystanders = ()
             for binding in ready:
-                binding.before_backward(self._scaler, claimed, self._scale)
+                shared = binding.before_backward(self._scaler, claimed, self._scale)
                 self._bystanders = (*self._bystanders, binding)
+                binding.window.watch(shared)
             return self._loss if self._scaler.is_identity else _scaled(self._loss, self._scale)
         except BaseException:
             _abandon([*opened, *self._bystanders])
@@ -97,6 +102,7 @@ class ScaledLoss:
                 window.delay()
             return None
         verdicts = [window.unscale(self._scaler) for window in windows]
+        self._judge_shared(verdicts)
         if self._scaler.is_identity:
             for window in windows:
                 window.settle(keep=True)
@@ -126,6 +132,16 @@ class ScaledLoss:
             window.will_skip()
             window.settle(keep=not is_dropped)
         return report
+
+    def _judge_shared(self, verdicts: Sequence[list[torch.Tensor]]) -> None:
+        """Let an optimizer hear of what another one of the block has found in shared gradients."""
+        if self._scaler.is_identity or not any(self._shared):
+            return
+        rows = [row for binding in self._bindings for row in binding.window.fresh()]
+        fresh = {id(pair.master): gradient for pair, gradient in rows}
+        for shared, found in zip(self._shared, verdicts, strict=True):
+            present = [fresh[id(pair.master)] for pair in shared if id(pair.master) in fresh]
+            found.extend(non_finite(present))
 
     def _is_left_for_later(self, check: OverflowCheck) -> bool:
         """Whether the step will make the check, or ask the device to."""
