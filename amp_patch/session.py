@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.model_binding import ModelBinding
 from amp_patch.weights.model_casting import owned_tensors
 from amp_patch.weights.model_checks import check_input_names, check_model, check_parameters
-from amp_patch.weights.running_statistics import ModelParts
+from amp_patch.weights.running_statistics import ModelParts, RunningStatistics
 
 logger = logging.getLogger("amp_patch")
 
@@ -57,6 +57,7 @@ class Session:
         self._bindings: weakref.WeakValueDictionary[int, OptimizerBinding] = (
             weakref.WeakValueDictionary()
         )
+        self._statistics: weakref.WeakSet[RunningStatistics] = weakref.WeakSet()
         self._watch = WeightWatch(self.context, self._masters, self._bindings)
         self._left_alone: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
 
@@ -176,15 +177,15 @@ class Session:
             may_skip = not binding.group.is_identity
             binding.bind(model, self._masters, optimized, self.context, may_skip=may_skip)
             parts.append(ModelParts(weakref.ref(model), binding.statistics))
+            self._statistics.add(binding.statistics)
         for (optimizer, policy, group), ids in zip(optimizers, held, strict=True):
             own = [
                 part
                 for part, (model, _) in zip(parts, models, strict=True)
-                if any(id(parameter) in ids for parameter in model.parameters())
+                if _holds_any(model, ids) or not _holds_any(model, optimized)  # a frozen model
             ]
-            self._bindings[id(optimizer)] = OptimizerBinding(
-                optimizer, policy, group, self._masters, self.context, own, self._wrappers
-            )
+            shared = (self._masters, self.context, own, self._wrappers, self._statistics)
+            self._bindings[id(optimizer)] = OptimizerBinding(optimizer, policy, group, *shared)
         self._wrappers.watch(model for model, _ in models)
         self._adjust_casts()
 
@@ -277,6 +278,10 @@ class Session:
     def _remove_casts(self) -> None:
         self._watch.keep(False)  # it was put on top
         self.casts.remove()
+
+
+def _holds_any(model: nn.Module, ids: Container[int]) -> bool:
+    return any(id(parameter) in ids for parameter in model.parameters())
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

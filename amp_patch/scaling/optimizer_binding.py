@@ -6,7 +6,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from amp_patch.scaling.scaler_groups import ScalerGroup
 from amp_patch.scaling.step_outcome import StepOutcome
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.param_pairs import ParamPair
-from amp_patch.weights.running_statistics import ModelParts
+from amp_patch.weights.running_statistics import ModelParts, RunningStatistics, StepStatistics
 
 
 class OptimizerBinding:
@@ -46,10 +46,12 @@ class OptimizerBinding:
         context: CastContext,
         models: Sequence[ModelParts],
         wrappers: ParallelWrappers,
+        statistics: Iterable[RunningStatistics] = (),
     ) -> None:
         self.policy = policy
         self.group = group
         self.models = tuple(models)
+        self.statistics = StepStatistics([one.statistics for one in models], statistics)
         self.window = GradientWindow()
         self.outcome = StepOutcome()
         self.thread = threading.get_ident()  # in which it trains
@@ -150,16 +152,14 @@ class OptimizerBinding:
             for pair in pairs:
                 if pair.has_master:
                     pair.master.grad = None
-            for part in self.models:
-                part.statistics.forget()
+            self.statistics.forget()
             self._context.cache.clear()
 
     def run_step_unless(
         self, checks: Checks, overflow: torch.Tensor, original: Callable[..., Any], *args: Any
     ) -> Any:
         """A step that the kernel skips if `overflow`, on a device, says so."""
-        for part in self.models:
-            part.statistics.restore_where(overflow)
+        self.statistics.restore(overflow)
         result = self.run_step(step_unless, overflow, self.optimizer, original, *args)
         self.outcome.leave_open(checks)
         return result
@@ -206,8 +206,7 @@ class OptimizerBinding:
         self.outcome.note(skipped=True)
         for pair in self.pairs():
             pair.model.grad = pair.master.grad = None
-        for part in self.models:
-            part.statistics.restore()
+        self.statistics.restore()
         optimizer = self.optimizer
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             # Lest torch's schedulers warn of the order of calls.
@@ -226,8 +225,7 @@ class OptimizerBinding:
     def zero(self) -> None:
         """The user cleared the masters' gradients: clear the model's, and what was set aside."""
         if self.window.has_overflow:  # the user leaves the step out
-            for part in self.models:
-                part.statistics.restore()
+            self.statistics.restore()
         self.window.zero()
         self.outcome.forget_gradients()
         for pair in self.pairs() if self._groups.have_masters else ():

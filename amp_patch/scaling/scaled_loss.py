@@ -11,7 +11,7 @@ from amp_patch.casts.cache import CastCache
 from amp_patch.errors import warn
 from amp_patch.scaling.device_scale import DeviceScale, scale_on
 from amp_patch.scaling.fused_step import skips_by_itself
-from amp_patch.scaling.gradient_window import GradientWindow, Stage
+from amp_patch.scaling.gradient_window import Checks, GradientWindow, Stage
 from amp_patch.scaling.gradients import Scale, non_finite
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
@@ -124,14 +124,20 @@ class ScaledLoss:
         scale = self._scaler.scale
         make_checks(one for window in windows for one, _ in window.unchecked)
         report = self._report(scale) if check.has_overflow else None
-        can_drop = policy.overflow_drops == "micro_batch"
-        for i, window in enumerate(windows):
-            is_dropped = check.skips[i] and can_drop and window.is_separable
-            if is_dropped:  # what earlier blocks left unchecked concerns the whole window
-                window.unchecked = earlier[i]
-            window.will_skip()
-            window.settle(keep=not is_dropped)
+        for i, binding in enumerate(self._bindings):
+            self._settle(binding, earlier[i], is_skipped=check.skips[i])
         return report
+
+    def _settle(self, binding: OptimizerBinding, earlier: Checks, *, is_skipped: bool) -> None:
+        window = binding.window
+        can_drop = binding.policy.overflow_drops == "micro_batch"
+        is_dropped = is_skipped and can_drop and window.is_separable
+        if is_dropped:  # what earlier blocks left unchecked concerns the whole window
+            window.unchecked = earlier
+        window.will_skip()
+        window.settle(keep=not is_dropped)
+        if can_drop:
+            binding.statistics.leave_micro_batch(keep=not is_dropped)
 
     def _judge_shared(self, verdicts: Sequence[list[torch.Tensor]]) -> None:
         """Let an optimizer hear of what another one of the block has found in shared gradients."""
