@@ -416,6 +416,26 @@ def test_dropping_only_the_micro_batch_lets_the_others_stand_for_it(
     assert -model.state_dict()["weight"].item() == pytest.approx(expected.item(), rel=2.0**-22)
 
 
+@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_a_clip_sees_what_the_step_uses_where_a_micro_batch_was_dropped(
+    opt_level: str, bad: int
+) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(
+        model, optimizer, opt_level=opt_level, loss_scale=WIDE, overflow_drops="micro_batch"
+    )
+    model.load_state_dict({"weight": torch.zeros(1, 1)})
+    for i in range(4):
+        loss = model(torch.ones(1, 1)).float().sum()
+        backward(overflowing(loss) if i == bad else loss, optimizer)
+    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    assert norm.item() == pytest.approx(4.0, rel=2.0**-22)
+    optimizer.step()
+    assert -model.state_dict()["weight"].item() == pytest.approx(1.0, rel=1e-5)
+
+
 @pytest.mark.parametrize("opt_level", SCALED_LEVELS)
 def test_a_window_in_which_every_micro_batch_overflows_is_skipped(opt_level: str) -> None:
     model, optimizer = pair_at(opt_level, overflow_drops="micro_batch")
@@ -613,6 +633,50 @@ def test_a_scale_that_changes_inside_a_delayed_window_does_not_spoil_it(opt_leve
     backward(models[0](ones).float().sum() * 2, optimizers[0], delay_unscale=True)
     backward(models[0](ones).float().sum() * 4, optimizers[0])
     assert gradients(optimizers[0])[0].item() == 7.0
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["", "exception"])
+@pytest.mark.parametrize("scales", [[64.0, 1024.0], [1024.0, 1.0]], ids=repr)
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_a_block_of_another_optimizer_adds_to_a_delayed_window_what_fp32_would(
+    opt_level: str, scales: list[float], raises: bool
+) -> None:
+    """The generator's loss reaches a critic whose gradients have the scale of its own loss."""
+    generator, critic = (nn.Linear(1, 1, bias=False) for _ in range(2))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (generator, critic)]
+    models = [generator, critic]
+    amp.initialize(models, optimizers, opt_level=opt_level, num_losses=2, loss_scale=scales)
+    ones = torch.ones(1, 1)
+    expected = 0.0
+    for i in range(3):
+        backward(critic(ones).float().sum(), optimizers[1], loss_id=0, delay_unscale=i < 2)
+        expected += 1.0
+        loss = critic(generator(ones)).float().sum()
+        if raises:
+            with pytest.raises(KeyError), amp.scale_loss(loss, optimizers[0], loss_id=1) as scaled:
+                scaled.backward()
+                raise KeyError
+        else:
+            backward(loss, optimizers[0], loss_id=1)
+            expected += generator.weight.item()
+    # Sums in half, which O2 makes inside of a delayed window, round five times.
+    assert gradients(optimizers[1])[0].item() == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_a_parameter_shared_with_a_delayed_window_is_refused_in_a_block_of_its_own(
+    opt_level: str,
+) -> None:
+    model = Shared()
+    first, second = model.optimizers()
+    amp.initialize(model, [first, second], opt_level=opt_level, loss_scale=WIDE)
+    losses = model(batch()[0], is_trunk_fixed=False)
+    with amp.scale_loss(losses[0], first, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    with pytest.raises(amp.AmpError, match="expected both optimizers in every block"):
+        backward(losses[1], second)
+    backward(losses[1], [first, second])
+    first.step()
 
 
 @pytest.mark.parametrize("opt_level", SCALED_LEVELS)

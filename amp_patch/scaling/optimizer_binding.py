@@ -97,15 +97,11 @@ class OptimizerBinding:
         """Enter a scale_loss block, whose loss is multiplied by `scale`.
 
         `claimed` has the ids of parameters that another optimizer of the block handles already:
-        returns what this one shares with it. At a scale that is always 1, parameters without a
-        master are left alone.
+        returns what this one shares with it. At a scale that is always 1, an optimizer without
+        masters is left alone.
         """
-        if scaler.is_identity and not self._groups.have_masters:
-            pairs: list[ParamPair] = []
-        else:
-            pairs = self.pairs()
-        if scaler.is_identity:
-            pairs = [pair for pair in pairs if pair.has_master]
+        is_left_alone = scaler.is_identity and not self._groups.have_masters
+        pairs = [] if is_left_alone else self.pairs()
         shared: list[ParamPair] = []
         if claimed:
             shared = [pair for pair in pairs if id(pair.master) in claimed]
@@ -113,6 +109,21 @@ class OptimizerBinding:
         self.outcome.drop_skipped(pairs)
         self.window.begin(pairs, scaler, self._wrappers.of(pair.model for pair in pairs), scale)
         return shared
+
+    def before_backward_beside(self, others: Iterable[OptimizerBinding]) -> None:
+        """Enter a block of `others` inside a window with delay_unscale.
+
+        AmpError if these hold one of its parameters: its gradient could not be told from theirs.
+        """
+        pairs = self.pairs()
+        own = {id(pair.model) for pair in pairs}
+        if any(other.holds_any(own) for other in others):
+            raise AmpError(
+                "scale_loss: found a parameter whose gradient is still multiplied by the loss "
+                "scale of another optimizer that holds it too (delay_unscale=True); expected both "
+                "optimizers in every block of the window"
+            )
+        self.window.begin_beside(pairs)
 
     def _bind(self, optimizer: Any) -> None:
         self._patcher.on_restore(self._groups.unpair)
@@ -141,7 +152,7 @@ class OptimizerBinding:
         pairs = self.pairs() if self._groups.have_masters else []
         self._refuse_stray_gradients(pairs)
         self._masters.refresh(pairs)
-        self._reweigh()
+        self.window.begin_anew()
         casts = self._context.suspend()
         try:
             return original(*args, **kwargs)
@@ -191,15 +202,8 @@ class OptimizerBinding:
         self.refuse_scaled_gradients()
         if self.window.take_overflow():
             raise ClosureOverflowError(loss)
-        self._reweigh()
+        self.window.begin_anew()
         return loss
-
-    def _reweigh(self) -> None:
-        """Let the kept micro-batches of a window stand for those that were dropped."""
-        weight = self.window.take_weight()
-        if weight != 1.0:
-            present = [pair.master.grad for pair in self.pairs()]
-            gradients.scale_([gradient for gradient in present if gradient is not None], weight)
 
     def skip_step(self) -> None:
         """Leave no trace: drop the gradients, and put running statistics back."""

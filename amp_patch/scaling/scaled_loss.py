@@ -25,8 +25,8 @@ class ScaledLoss:
     """Context manager: gives `loss` scaled; leaves gradients of `bindings` unscaled and checked.
 
     All of `bindings` skip their next step together. If the body raises, their gradients are what
-    they were. `cache` is empty afterwards. Synchronises once, where a check is made, and not at all
-    where the optimizers skip by themselves.
+    they were, but for those that a scale of 1 leaves alone. `cache` is empty afterwards.
+    Synchronises once, where a check is made; not where the optimizers skip by themselves.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class ScaledLoss:
         self._scaler = scaler
         self._cache = cache
         # Other optimizers whose parameters backward may reach. Their gradients are unscaled too.
-        self._bystanders = () if scaler.is_identity else tuple(bystanders)
+        self._bystanders = tuple(bystanders)
+        self._delayed: tuple[OptimizerBinding, ...] = ()  # of these, which stay scaled by their own
         self._delay_unscale = delay_unscale and not scaler.is_identity
         self._delay_overflow_check = delay_overflow_check
         self._on_device: DeviceScale | None = None
@@ -55,34 +56,40 @@ class ScaledLoss:
         self._shared: list[list[ParamPair]] = []
 
     def __enter__(self) -> torch.Tensor:
+        self._delayed = _of_stage(self._bystanders, Stage.DELAYED)
+        ready = () if self._scaler.is_identity else _of_stage(self._bystanders, Stage.READY)
+        self._bystanders = ready
         claimed: set[int] = set()
         opened: list[OptimizerBinding] = []
         self._on_device = self._scale_on_device()
         self._scale = (self._on_device or self._scaler).scale
         try:
+            for binding in self._delayed:
+                binding.before_backward_beside(self._bindings)
+                opened.append(binding)
             for binding in self._bindings:
                 shared = binding.before_backward(self._scaler, claimed, self._scale)
                 opened.append(binding)
                 self._shared.append(shared)
                 if len(self._bindings) > 1 or self._bystanders:
                     claimed.update(id(pair.master) for pair in binding.pairs())
-            ready = [one for one in self._bystanders if one.window.stage is Stage.READY]
-            self._bystanders = ()
-            for binding in ready:
+            for binding in self._bystanders:
                 shared = binding.before_backward(self._scaler, claimed, self._scale)
-                self._bystanders = (*self._bystanders, binding)
+                opened.append(binding)
                 binding.window.watch(shared)
             return self._loss if self._scaler.is_identity else _scaled(self._loss, self._scale)
         except BaseException:
-            _abandon([*opened, *self._bystanders])
+            _abandon(opened)
             raise
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
             if error is not None:
-                _abandon([*self._bindings, *self._bystanders])
+                _abandon([*self._bindings, *self._delayed, *self._bystanders])
                 return
             try:
+                for binding in self._delayed:
+                    binding.window.leave_beside(self._scale)
                 for binding in self._bystanders:
                     self._unscale_bystander(binding.window)
                 report = self._leave()
@@ -207,6 +214,10 @@ class ScaledLoss:
         )
         self._bindings[0].group.note_overflow(report)
         return report
+
+
+def _of_stage(bindings: Sequence[OptimizerBinding], stage: Stage) -> tuple[OptimizerBinding, ...]:
+    return tuple(one for one in bindings if one.window.stage is stage)
 
 
 def _abandon(bindings: Sequence[OptimizerBinding]) -> None:
