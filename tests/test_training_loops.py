@@ -816,3 +816,10 @@ def test_an_interrupted_block_can_be_followed_by_a_clean_window(opt_level: str) 
         found.append(snapshot(model, optimizer))
         amp.uninitialize()
     assert_identical(found[1], found[0])
+
+
+def test_an_optimizer_that_is_listed_twice_is_named() -> None:
+    model, optimizer = pair_at("O1")
+    loss = model(batch()[0]).sum()
+    with pytest.raises(amp.AmpError, match=r"optimizers: .* one of them twice: the .* at 0 and 1"):
+        amp.scale_loss(loss, [optimizer, optimizer])

@@ -92,6 +92,8 @@ def elements(gradient: torch.Tensor) -> torch.Tensor:
 def _sum(total: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     if total.layout is not torch.strided and fresh.layout is torch.strided:
         return fresh + total  # torch adds a sparse tensor to a dense one, not the other way round
+    if total.layout is torch.sparse_coo and total.dtype in (torch.float16, torch.bfloat16):
+        return (total.float() + fresh.float()).to(total.dtype)  # torch 2.13 adds none in half
     return total + fresh
 
 

@@ -207,8 +207,7 @@ class ScaledLoss:
         report = report_overflow(
             self._loss,
             scale,
-            scaler.skipped_in_a_row,
-            scaler.is_dynamic,
+            scaler,
             [row for binding in self._bindings for row in binding.named_gradients()],
             is_loss_scaled=self._is_from_gradients,
         )
@@ -233,5 +232,4 @@ def _scaled(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
 def _note_late(group: ScalerGroup, scaler: LossScaler, loss: torch.Tensor, scale: float) -> None:
     """An overflow that was left to the device: its gradients are gone."""
     group.log_overflow(scale)
-    skips = scaler.skipped_in_a_row
-    group.note_overflow(report_overflow(loss, scale, skips, scaler.is_dynamic, ()))
+    group.note_overflow(report_overflow(loss, scale, scaler, ()))
