@@ -35,6 +35,8 @@ from amp_patch.weights.running_statistics import ModelParts, RunningStatistics
 
 logger = logging.getLogger("amp_patch")
 
+_Bound = tuple[Any, Policy, ScalerGroup]  # an optimizer, and what it is under
+
 
 class Session:
     """Models and optimizers under their policies, the casts they share, and the undo of it all.
@@ -88,7 +90,8 @@ class Session:
         try:
             if setup.policy.patch_torch_functions:
                 self._use_rules(setup.rules)
-            self._bind(bound, [(optimizer, setup.policy, group) for optimizer in optimizers])
+            beside = _beside(earlier[1], optimizers, setup.policy)
+            self._bind(bound, [*beside, *((one, setup.policy, group) for one in optimizers)])
         except BaseException:
             self._release(models, optimizers, setup.policy)
             self._use_rules(rules)
@@ -167,7 +170,7 @@ class Session:
     def _bind(
         self,
         models: Sequence[tuple[nn.Module, ModelBinding]],
-        optimizers: Sequence[tuple[Any, Policy, ScalerGroup]],
+        optimizers: Sequence[_Bound],
     ) -> None:
         held = [set(map(id, _parameters_of(optimizer))) for optimizer, _, _ in optimizers]
         optimized = set().union(*held)
@@ -223,7 +226,7 @@ class Session:
 
     def _release(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], policy: Policy
-    ) -> tuple[list[tuple[nn.Module, ModelBinding]], list[tuple[Any, Policy, ScalerGroup]]]:
+    ) -> tuple[list[tuple[nn.Module, ModelBinding]], list[_Bound]]:
         """Undo what earlier calls did to these objects, and to optimizers of these models.
 
         Returns what `_bind` takes to do it again.
@@ -231,7 +234,7 @@ class Session:
         known = [model for model in models if model in self._models]
         known += self._at_odds(models, policy)
         tensors = {id(tensor) for model in known for tensor in model.parameters()}
-        released: list[tuple[Any, Policy, ScalerGroup]] = []
+        released: list[_Bound] = []
         for key, binding in list(self._bindings.items()):
             is_given = any(binding.optimizer is optimizer for optimizer in optimizers)
             if is_given or binding.holds_any(tensors):
@@ -278,6 +281,16 @@ class Session:
     def _remove_casts(self) -> None:
         self._watch.keep(False)  # it was put on top
         self.casts.remove()
+
+
+def _beside(released: Sequence[_Bound], optimizers: Iterable[Any], policy: Policy) -> list[_Bound]:
+    """Those of `released` that go on: under the same policy, with other parameters."""
+    given = set(map(id, itertools.chain(*map(_parameters_of, optimizers))))
+    return [
+        one
+        for one in released
+        if one[1] == policy and given.isdisjoint(map(id, _parameters_of(one[0])))
+    ]
 
 
 def _holds_any(model: nn.Module, ids: Container[int]) -> bool:
