@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import threading
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +27,12 @@ from amp_patch.weight_watch import WeightWatch
 from amp_patch.weights.checkpoints import FollowMasters
 from amp_patch.weights.exclusions import Exclusions, find_exclusions
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.model_binding import ModelBinding
+from amp_patch.weights.model_binding import ModelBinding, holds_any
 from amp_patch.weights.model_casting import owned_tensors
 from amp_patch.weights.model_checks import check_input_names, check_model, check_parameters
 from amp_patch.weights.running_statistics import ModelParts, RunningStatistics
 
-logger = logging.getLogger("amp_patch")
-
+_Bindings = weakref.WeakValueDictionary[int, OptimizerBinding]  # by the id of the optimizer
 _Bound = tuple[Any, Policy, ScalerGroup]  # an optimizer, and what it is under
 
 
@@ -56,9 +54,7 @@ class Session:
         self.casts = Installation(self.context)
         self._rules = OP_RULES
         self._models: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
-        self._bindings: weakref.WeakValueDictionary[int, OptimizerBinding] = (
-            weakref.WeakValueDictionary()
-        )
+        self._bindings: _Bindings = weakref.WeakValueDictionary()
         self._statistics: weakref.WeakSet[RunningStatistics] = weakref.WeakSet()
         self._watch = WeightWatch(self.context, self._masters, self._bindings)
         self._left_alone: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
@@ -101,9 +97,7 @@ class Session:
             self._bind(*earlier)
             raise
         self.scalers.add(group)
-        if setup.is_verbose:
-            counts = (len(models), len(optimizers))
-            logger.info("%s: %d model(s), %d optimizer(s)", setup.policy.opt_level, *counts)
+        group.log_start(len(models), len(optimizers))
 
     def leave_alone(self, optimizers: Iterable[Any]) -> None:
         """Let `scale_loss` and the others do nothing for `optimizers`, instead of refusing them."""
@@ -185,12 +179,21 @@ class Session:
             own = [
                 part
                 for part, (model, _) in zip(parts, models, strict=True)
-                if _holds_any(model, ids) or not _holds_any(model, optimized)  # a frozen model
+                if holds_any(model, ids) or not holds_any(model, optimized)  # a frozen model
             ]
             shared = (self._masters, self.context, own, self._wrappers, self._statistics)
-            self._bindings[id(optimizer)] = OptimizerBinding(optimizer, policy, group, *shared)
+            self._bindings[id(optimizer)] = OptimizerBinding(
+                optimizer, policy, group, *shared, self._adopt
+            )
         self._wrappers.watch(model for model, _ in models)
         self._adjust_casts()
+
+    def _adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Cast what has come with `parameters` into a model."""
+        ids = set(map(id, parameters))
+        for model, binding in list(self._models.items()):
+            if holds_any(model, ids):
+                binding.extend(model, self._masters)
 
     def _is_unchanged(
         self,
@@ -291,10 +294,6 @@ def _beside(released: Sequence[_Bound], optimizers: Iterable[Any], policy: Polic
         for one in released
         if one[1] == policy and given.isdisjoint(map(id, _parameters_of(one[0])))
     ]
-
-
-def _holds_any(model: nn.Module, ids: Container[int]) -> bool:
-    return any(id(parameter) in ids for parameter in model.parameters())
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

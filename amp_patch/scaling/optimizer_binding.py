@@ -46,7 +46,8 @@ class OptimizerBinding:
         context: CastContext,
         models: Sequence[ModelParts],
         wrappers: ParallelWrappers,
-        statistics: Iterable[RunningStatistics] = (),
+        statistics: Iterable[RunningStatistics],
+        adopt: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
         self.policy = policy
         self.group = group
@@ -59,6 +60,7 @@ class OptimizerBinding:
         self._masters = masters
         self._context = context
         self._wrappers = wrappers
+        self._adopt = adopt  # told of parameters that are new
         self._patcher = Patcher()
         self._groups = PairedGroups(optimizer, masters, makes_masters=policy.master_weights)
         self._is_bound = True
@@ -238,7 +240,8 @@ class OptimizerBinding:
         self._context.cache.clear()
 
     def add(self, group: dict[str, Any]) -> None:
-        """Pair the parameters of a group that was just added."""
+        """Pair the parameters of a group that was just added, and cast what came with them."""
+        self._adopt(group["params"])
         self._groups.pair(group["params"])
 
     def refuse_scaled_gradients(self) -> None:

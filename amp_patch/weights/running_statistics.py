@@ -24,21 +24,33 @@ class RunningStatistics:
     one after a step saves them, a skip puts them back. Layers are held weakly.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._norms = [weakref.ref(one) for one in _norms_of(model)]
+    def __init__(self) -> None:
+        self._norms: list[weakref.ref[nn.Module]] = []
         self._saved: list[_Row] = []  # for each layer; empty before the first forward
-        self._kept: list[
-            _Row
-        ] = []  # as after the last micro-batch, or before a forward of no window
+        self._kept: list[_Row] = []  # after the last micro-batch, or before a forward of no window
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunningStatistics:
-        return RunningStatistics(nn.Module())  # a copy of the model has no optimizer that skips
+        return RunningStatistics()  # a copy of the model has no optimizer that skips
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the model has no such layers."""
-        return not self._norms
+    def guard(self, model: nn.Module, modules: Iterable[nn.Module], patcher: Patcher) -> None:
+        """Save before each training forward of `model` that begins a window.
+
+        `modules` are those that have come into it since the last call.
+        """
+        norms: list[Any] = [one for one in modules if isinstance(one, _NormBase)]
+        if not norms or isinstance(model, torch.jit.ScriptModule):
+            return
+        if not self._norms:
+            hook = model.register_forward_pre_hook(SaveStatistics(self))
+            patcher.on_restore(hook.remove)
+        for norm in norms:
+            loading = norm.register_load_state_dict_post_hook(FollowLoad(self))
+            patcher.on_restore(loading.remove)
+        with self._lock:
+            self._norms += map(weakref.ref, norms)
+            for rows in filter(None, (self._saved, self._kept)):
+                rows.extend(map(_row_of, norms))
 
     def save(self, *, begins_window: bool) -> None:
         """Remember the statistics, unless earlier ones of this window are remembered.
@@ -161,22 +173,6 @@ class FollowLoad(ModelHook):
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.statistics.follow_load(module)
-
-
-def guard_statistics(model: nn.Module, patcher: Patcher) -> RunningStatistics:
-    """Save the statistics of `model` before each training forward that begins a window."""
-    statistics = RunningStatistics(model)
-    if not statistics.is_empty and not isinstance(model, torch.jit.ScriptModule):
-        hook = model.register_forward_pre_hook(SaveStatistics(statistics))
-        patcher.on_restore(hook.remove)
-        for norm in _norms_of(model):
-            loading = norm.register_load_state_dict_post_hook(FollowLoad(statistics))
-            patcher.on_restore(loading.remove)
-    return statistics
-
-
-def _norms_of(model: nn.Module) -> list[Any]:
-    return [one for one in model.modules() if isinstance(one, _NormBase)]
 
 
 def _row_of(norm: nn.Module | None) -> _Row:
