@@ -78,6 +78,7 @@ def initialize(
     None leaves a property to the level. Properties may be strings from a command line ("True",
     "128.0", "dynamic"). A second call with other objects adds them; with the same objects and
     another level it first undoes the old one; with the same objects and level it changes nothing.
+    A new optimizer for parameters that an earlier one holds takes its place.
 
     Raises:
         AmpError: for arguments that are not understood or that contradict each other. Nothing is

@@ -28,7 +28,7 @@ def checked_models(models: Any) -> list[nn.Module]:
             raise AmpError(
                 f"models: expected a torch.nn.Module or a list of them, found {_described(model)}"
             )
-    _refuse_duplicates("models", found)
+    refuse_duplicates("models", found)
     return found
 
 
@@ -47,13 +47,20 @@ def checked_optimizers(optimizers: Any) -> list[Any]:
                 f"optimizers: expected an object that takes attributes and weak references, found "
                 f"{_described(optimizer)}; leave out __slots__, or add '__dict__' and '__weakref__'"
             )
-    _refuse_duplicates("optimizers", found)
+    refuse_duplicates("optimizers", found)
     return found
 
 
-def _refuse_duplicates(name: str, objects: list[Any]) -> None:
-    if len({id(one) for one in objects}) < len(objects):
-        raise AmpError(f"{name}: expected different objects, found one of them twice")
+def refuse_duplicates(name: str, objects: list[Any]) -> None:
+    """AmpError if one of `objects` is there twice."""
+    first: dict[int, int] = {}
+    for i, one in enumerate(objects):
+        earlier = first.setdefault(id(one), i)
+        if earlier != i:
+            raise AmpError(
+                f"{name}: expected different objects, found one of them twice: the "
+                f"{type(one).__name__} at {earlier} and {i}; leave one out"
+            )
 
 
 def checked_rules(rules: Any) -> tuple[OpRule, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -28,12 +27,13 @@ from amp_patch.weight_watch import WeightWatch
 from amp_patch.weights.checkpoints import FollowMasters
 from amp_patch.weights.exclusions import Exclusions, find_exclusions
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.model_binding import ModelBinding
+from amp_patch.weights.model_binding import ModelBinding, holds_any
 from amp_patch.weights.model_casting import owned_tensors
 from amp_patch.weights.model_checks import check_input_names, check_model, check_parameters
-from amp_patch.weights.running_statistics import ModelParts
+from amp_patch.weights.running_statistics import ModelParts, RunningStatistics
 
-logger = logging.getLogger("amp_patch")
+_Bindings = weakref.WeakValueDictionary[int, OptimizerBinding]  # by the id of the optimizer
+_Bound = tuple[Any, Policy, ScalerGroup]  # an optimizer, and what it is under
 
 
 class Session:
@@ -54,9 +54,8 @@ class Session:
         self.casts = Installation(self.context)
         self._rules = OP_RULES
         self._models: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
-        self._bindings: weakref.WeakValueDictionary[int, OptimizerBinding] = (
-            weakref.WeakValueDictionary()
-        )
+        self._bindings: _Bindings = weakref.WeakValueDictionary()
+        self._statistics: weakref.WeakSet[RunningStatistics] = weakref.WeakSet()
         self._watch = WeightWatch(self.context, self._masters, self._bindings)
         self._left_alone: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
 
@@ -87,7 +86,8 @@ class Session:
         try:
             if setup.policy.patch_torch_functions:
                 self._use_rules(setup.rules)
-            self._bind(bound, [(optimizer, setup.policy, group) for optimizer in optimizers])
+            beside = _beside(earlier[1], optimizers, setup.policy)
+            self._bind(bound, [*beside, *((one, setup.policy, group) for one in optimizers)])
         except BaseException:
             self._release(models, optimizers, setup.policy)
             self._use_rules(rules)
@@ -97,9 +97,7 @@ class Session:
             self._bind(*earlier)
             raise
         self.scalers.add(group)
-        if setup.is_verbose:
-            counts = (len(models), len(optimizers))
-            logger.info("%s: %d model(s), %d optimizer(s)", setup.policy.opt_level, *counts)
+        group.log_start(len(models), len(optimizers))
 
     def leave_alone(self, optimizers: Iterable[Any]) -> None:
         """Let `scale_loss` and the others do nothing for `optimizers`, instead of refusing them."""
@@ -166,7 +164,7 @@ class Session:
     def _bind(
         self,
         models: Sequence[tuple[nn.Module, ModelBinding]],
-        optimizers: Sequence[tuple[Any, Policy, ScalerGroup]],
+        optimizers: Sequence[_Bound],
     ) -> None:
         held = [set(map(id, _parameters_of(optimizer))) for optimizer, _, _ in optimizers]
         optimized = set().union(*held)
@@ -176,17 +174,26 @@ class Session:
             may_skip = not binding.group.is_identity
             binding.bind(model, self._masters, optimized, self.context, may_skip=may_skip)
             parts.append(ModelParts(weakref.ref(model), binding.statistics))
+            self._statistics.add(binding.statistics)
         for (optimizer, policy, group), ids in zip(optimizers, held, strict=True):
             own = [
                 part
                 for part, (model, _) in zip(parts, models, strict=True)
-                if any(id(parameter) in ids for parameter in model.parameters())
+                if holds_any(model, ids) or not holds_any(model, optimized)  # a frozen model
             ]
+            shared = (self._masters, self.context, own, self._wrappers, self._statistics)
             self._bindings[id(optimizer)] = OptimizerBinding(
-                optimizer, policy, group, self._masters, self.context, own, self._wrappers
+                optimizer, policy, group, *shared, self._adopt
             )
         self._wrappers.watch(model for model, _ in models)
         self._adjust_casts()
+
+    def _adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Cast what has come with `parameters` into a model."""
+        ids = set(map(id, parameters))
+        for model, binding in list(self._models.items()):
+            if holds_any(model, ids):
+                binding.extend(model, self._masters)
 
     def _is_unchanged(
         self,
@@ -222,7 +229,7 @@ class Session:
 
     def _release(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], policy: Policy
-    ) -> tuple[list[tuple[nn.Module, ModelBinding]], list[tuple[Any, Policy, ScalerGroup]]]:
+    ) -> tuple[list[tuple[nn.Module, ModelBinding]], list[_Bound]]:
         """Undo what earlier calls did to these objects, and to optimizers of these models.
 
         Returns what `_bind` takes to do it again.
@@ -230,7 +237,7 @@ class Session:
         known = [model for model in models if model in self._models]
         known += self._at_odds(models, policy)
         tensors = {id(tensor) for model in known for tensor in model.parameters()}
-        released: list[tuple[Any, Policy, ScalerGroup]] = []
+        released: list[_Bound] = []
         for key, binding in list(self._bindings.items()):
             is_given = any(binding.optimizer is optimizer for optimizer in optimizers)
             if is_given or binding.holds_any(tensors):
@@ -277,6 +284,16 @@ class Session:
     def _remove_casts(self) -> None:
         self._watch.keep(False)  # it was put on top
         self.casts.remove()
+
+
+def _beside(released: Sequence[_Bound], optimizers: Iterable[Any], policy: Policy) -> list[_Bound]:
+    """Those of `released` that go on: under the same policy, with other parameters."""
+    given = set(map(id, itertools.chain(*map(_parameters_of, optimizers))))
+    return [
+        one
+        for one in released
+        if one[1] == policy and given.isdisjoint(map(id, _parameters_of(one[0])))
+    ]
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

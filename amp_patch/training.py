@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.arguments import as_list, check_loss
+from amp_patch.arguments import as_list, check_loss, refuse_duplicates
 from amp_patch.errors import AmpError, warn
 from amp_patch.scaling.scaled_loss import ScaledLoss
 from amp_patch.slot import slot
@@ -32,7 +32,8 @@ def scale_loss(
     there are any (see `master_params`), and added to what earlier blocks have left there. If one of
     them is inf or NaN, the next `step` of each of `optimizers` is skipped, and a dynamic loss scale
     halves. The cast cache is empty. If the body raises, gradients are as they were before it.
-    With a loss scale that is always 1.0 the loss itself is given and nothing is checked.
+    With a loss scale that is always 1.0 the loss itself is given and nothing is checked; without
+    masters (O0, O3, O4) backward then adds to the gradients as in plain torch, also if it raises.
 
     Args:
         loss: a tensor that requires grad, of any floating dtype and shape. Scaled in FP32, or in
@@ -60,7 +61,9 @@ def scale_loss(
     """
     session = slot.require("scale_loss")
     session.context.forget_interrupted()
-    found = [session.binding_of(one, "scale_loss") for one in as_list(optimizers)]
+    optimizers = as_list(optimizers)
+    refuse_duplicates("scale_loss: optimizers", optimizers)
+    found = [session.binding_of(one, "scale_loss") for one in optimizers]
     bindings = [binding for binding in found if binding is not None]
     if not found and not session.is_idle:
         raise AmpError("scale_loss: expected at least one optimizer, found an empty list")
@@ -115,11 +118,16 @@ def grad(
     grad_outputs: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
+    only_inputs: bool = True,
     allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
     *,
     loss_id: int = 0,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` with the loss scale inside: scaled on the way, unscaled in the result.
+
+    Takes its arguments, in its order, and `loss_id`.
 
     For gradient penalties. The outputs are multiplied by the loss scale of `loss_id` in FP32, so
     that small gradients survive half precision, and the results are in FP32 (float64 stays) and
@@ -144,7 +152,15 @@ def grad(
         scaler.is_in_loss, scale = True, scaler.scale
     scaled = [_widened(output) * scale for output in as_list(outputs)]
     found = torch.autograd.grad(
-        scaled, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused
+        scaled,
+        inputs,
+        grad_outputs,
+        retain_graph,
+        create_graph,
+        only_inputs,
+        allow_unused,
+        is_grads_batched,
+        materialize_grads,
     )
     return tuple(None if one is None else _widened(one) / scale for one in found)
 

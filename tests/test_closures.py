@@ -367,3 +367,99 @@ def test_casts_are_fresh_after_the_first_half_of_a_double_step(opt_level: str) -
         model(torch.ones(1, 1))
         model.weight.fill_(2.0)
     assert model(torch.ones(1, 1)).item() == 2.0
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in its group before it calls the closure, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "count": 0, "sum": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            group["sum"] += 1
+            group["new"] = True
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"] / group["count"])
+        return loss
+
+
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_an_overflow_in_a_closure_undoes_what_the_step_has_counted_in_its_groups(
+    opt_level: str,
+) -> None:
+    model = net()
+    optimizer = Counting(model.parameters())
+    amp.initialize(model, optimizer, opt_level=opt_level)
+    (group,) = optimizer.param_groups
+    counted = group["sum"]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        group["lr"] = 0.05  # a scheduler's work
+        loss = F.mse_loss(model(batch()[0]), batch()[1])
+        with amp.scale_loss(loss, optimizer) as scaled:
+            overflowing(scaled).backward()
+        return loss
+
+    optimizer.step(closure)
+    assert amp.step_was_skipped(optimizer)
+    assert {name: group[name] for name in group if name != "params"} == {
+        "lr": 0.05,
+        "count": 0,
+        "sum": counted,
+    }
+    assert counted.item() == 0.0
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Takes the steps of another optimizer, whose state is its own, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "momentum": 0.9})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        if closure is not None:
+            closure()
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_the_state_of_an_optimizer_inside_another_follows_its_parameters(opt_level: str) -> None:
+    model = net()
+    optimizer = Wrapping(model.parameters())
+    F.mse_loss(model(batch()[0]), batch()[1]).backward()
+    optimizer.step()
+    momenta = [optimizer.base.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    amp.initialize(model, optimizer, opt_level=opt_level)
+    assert list(optimizer.base.state) == list(amp.master_params(optimizer))
+    amp.uninitialize()
+    after = [optimizer.base.state[p]["momentum_buffer"] for p in model.parameters()]
+    rtol = 2.0**-11 if opt_level == "O3" else 0.0
+    torch.testing.assert_close(after, momenta, rtol=rtol, atol=2.0**-24 if rtol else 0.0)
+
+
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_an_overflow_undoes_the_state_of_an_optimizer_inside_another(opt_level: str) -> None:
+    model = net()
+    optimizer = Wrapping(model.parameters())
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=128.0)
+    train_step(model, optimizer, batch())
+    before = copy.deepcopy(list(optimizer.base.state.values()))
+    inputs, targets = batch()
+
+    def closure() -> None:
+        with amp.scale_loss(F.mse_loss(model(inputs), targets), optimizer) as scaled:
+            overflowing(scaled).backward()
+
+    with pytest.warns(amp.AmpWarning, match="static"):
+        optimizer.step(closure)
+    assert amp.step_was_skipped(optimizer)
+    assert_identical(list(optimizer.base.state.values()), before)

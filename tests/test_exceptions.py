@@ -90,6 +90,22 @@ def test_an_exception_in_scale_loss_leaves_gradients_and_scale_as_they_were(
     train_step(model, optimizer, batch())
 
 
+def test_an_exception_at_a_scale_of_one_leaves_all_gradients_where_there_are_masters() -> None:
+    """Also those of BatchNorm, which has none."""
+    model = normalised_mlp()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5")
+    inputs, targets = batch()
+    backward(F.mse_loss(model(inputs), targets), optimizer)
+    before = grads(model, optimizer)
+    values = copy.deepcopy(before)
+    loss = F.mse_loss(model(inputs), targets)
+    with pytest.raises(BodyError), amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise BodyError
+    assert_same_gradients(grads(model, optimizer), before, values)
+
+
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_an_exception_in_a_delayed_window_keeps_the_scaled_gradients(opt_level: str) -> None:
     model = mlp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -202,3 +203,27 @@ def test_grad_before_initialize_says_so_and_disabled_is_torchs() -> None:
     model = nn.Linear(2, 1)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), enabled=False)
     assert_identical(amp.grad((inputs * math.pi).sum(), inputs)[0], torch.full((2,), math.pi))
+
+
+OPTIONS_OF_TORCH: dict[str, dict[str, Any]] = {
+    "only_inputs": {"only_inputs": True},
+    "materialize_grads": {"materialize_grads": True},
+    "allow_unused": {"allow_unused": True},
+    "batched": {"is_grads_batched": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS_OF_TORCH.values(), ids=OPTIONS_OF_TORCH)
+def test_every_argument_of_torchs_own_function_is_taken(options: dict[str, Any]) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale=128.0)
+    x, unused = torch.randn(2, 4, requires_grad=True), torch.ones(3, requires_grad=True)
+    inputs = [x, unused] if {"materialize_grads", "allow_unused"} & set(options) else [x]
+    outputs = model(x)
+    weights = torch.ones(5, 2, 1) if "is_grads_batched" in options else torch.ones(2, 1)
+    found = amp.grad(outputs, inputs, weights, True, **options)
+    expected = torch.autograd.grad(outputs, inputs, weights, True, **options)
+    assert_identical(list(found), list(expected))
+    names = list(inspect.signature(torch.autograd.grad).parameters)
+    assert list(inspect.signature(amp.grad).parameters) == [*names, "loss_id"]

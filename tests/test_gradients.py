@@ -225,3 +225,14 @@ def test_copy_converts_as_torch_does(source: torch.dtype, target: torch.dtype) -
 
 def test_copy_of_nothing_does_nothing() -> None:
     gradients.copy_([], [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sparse_gradients_are_added_in_every_dtype(dtype: torch.dtype) -> None:
+    rows, values = torch.tensor([[0, 2, 2]]), torch.tensor([1.0, 2.0, 4.0], dtype=dtype)
+    one = torch.sparse_coo_tensor(rows, values, (4,), check_invariants=True)
+    other = torch.sparse_coo_tensor(rows[:, 1:], values[1:] * 4, (4,), check_invariants=True)
+    (total,) = gradients.accumulate_([one], [other])
+    assert total.layout is torch.sparse_coo
+    assert total.dtype is dtype
+    assert total.to_dense().tolist() == [1.0, 0.0, 30.0, 0.0]  # 2 + 4 + 8 + 16

@@ -44,13 +44,20 @@ LAYERS: tuple[frozenset[str], ...] = (
             "casts.watch",
             "scaling.gradient_lists",
             "scaling.loss_scaler",
-            "scaling.overflow_report",
             "weights.exclusions",
             "weights.master_weights",
             "weights.running_statistics",
         }
     ),
-    frozenset({"casts.presets", "parsing", "scaling.overflow_check", "weights.checkpoints"}),
+    frozenset(
+        {
+            "casts.presets",
+            "parsing",
+            "scaling.overflow_check",
+            "scaling.overflow_report",
+            "weights.checkpoints",
+        }
+    ),
     frozenset({"arguments", "policy", "scaling.device_scale", "scaling.gradient_window"}),
     frozenset(
         {

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from networks import LEVELS, assert_identical, train_step
+from plain_torch import PlainTorch
 from torch import nn
 
 import amp_patch as amp
@@ -333,3 +334,45 @@ def test_the_state_is_plain_numbers(opt_level: str) -> None:
     torch.save(amp.state_dict(), file)
     file.seek(0)
     assert torch.load(file, weights_only=True) == amp.state_dict()
+
+
+def lbfgs_pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+
+def lbfgs_steps(library: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        with library.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+@pytest.mark.filterwarnings("ignore::amp_patch.AmpWarning")  # where O3 has left its range
+@pytest.mark.parametrize("after", [*LEVELS, "loaded", "plain"])
+@pytest.mark.parametrize("before", LEVELS)
+def test_a_history_of_tensors_follows_from_any_level_to_any_other(before: str, after: str) -> None:
+    model, optimizer = lbfgs_pair()
+    amp.initialize(model, optimizer, opt_level=before)
+    lbfgs_steps(amp, model, optimizer)
+    saved = model.state_dict(), optimizer.state_dict()
+    if after in LEVELS:
+        amp.initialize(model, optimizer, opt_level=after)
+        lbfgs_steps(amp, model, optimizer)
+    elif after == "loaded":
+        model, optimizer = lbfgs_pair()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        amp.initialize(model, optimizer, opt_level=before)
+        lbfgs_steps(amp, model, optimizer)
+    else:
+        amp.uninitialize()
+        lbfgs_steps(PlainTorch(), model, optimizer)
+    if "O3" not in (before, after):  # LBFGS leaves the range of half weights without masters
+        assert all(parameter.isfinite().all() for parameter in model.parameters())

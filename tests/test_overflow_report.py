@@ -297,3 +297,19 @@ def test_the_test_looks_at_every_element_and_not_at_their_sum(
     parameter.register_hook(lambda _: torch.tensor(values))
     backward(loss, optimizer)
     assert amp.step_will_be_skipped(optimizer) == is_overflow
+
+
+def test_a_normal_overflow_is_not_said_to_be_at_the_floor() -> None:
+    pair = started(min_loss_scale=2.0**15)
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the second one is diagnosed
+            iterate(*pair, fault=math.inf)
+        found.append(amp.last_overflow())
+    first, second = found
+    assert not first.is_scale_at_floor
+    assert "backs off by itself" in str(first)
+    assert "no lower" not in str(first)
+    assert second.is_scale_at_floor
+    assert "The loss scale can go no lower" in str(second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -577,3 +578,74 @@ def test_groups_without_trained_parameters_are_no_obstacle(opt_level: str) -> No
     if opt_level == "O3":
         before = {name: value.half().float() for name, value in before.items()}
     assert_identical(found, before)
+
+
+class Replaced(nn.Module):
+    """A net whose head, with a norm in it, will be replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 4)
+        self.head = self.new_head()
+
+    @staticmethod
+    def new_head() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def replacing(library: Any, **options: Any) -> Any:
+    """A new head, and then a new parameter in it, in mid-training."""
+    model = Replaced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    library.initialize(model, optimizer, **options)
+    losses = []
+    for i in range(6):
+        if i == 2:
+            model.head = model.new_head()
+            for parameter in model.head.parameters():
+                optimizer.add_param_group({"params": [parameter]})
+        if i == 4:
+            model.head[1].weight = nn.Parameter(torch.full((3, 4), 0.125))
+            optimizer.add_param_group({"params": [model.head[1].weight]})
+        loss = F.mse_loss(model(torch.randn(8, 6)), torch.zeros(8, 3))
+        with library.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [model], losses
+
+
+@pytest.mark.parametrize("kept", [(), "head"], ids=["cast", "kept"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_layer_or_parameter_that_replaces_another_trains_as_in_fp32(
+    opt_level: str, kept: Any
+) -> None:
+    assert_trains_as_in_fp32(
+        lambda library, **options: replacing(library, keep_fp32=kept, **options), opt_level
+    )
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O5"])
+def test_a_layer_that_replaces_another_is_cast_saved_guarded_and_given_back(opt_level: str) -> None:
+    model = Replaced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic")
+    model.head = model.new_head()
+    exact = copy.deepcopy(model.head.state_dict())
+    optimizer.add_param_group({"params": list(model.head.parameters())})
+    assert model.head[1].weight.dtype in (torch.float16, torch.bfloat16)
+    assert model.head[0].weight.dtype is torch.float32
+    assert optimizer.param_groups[1]["params"][2].dtype is torch.float32
+    assert_identical(dict(model.head.state_dict()), dict(exact))
+    loss = F.mse_loss(model(torch.full((8, 6), math.inf)), torch.zeros(8, 3))
+    with pytest.warns(amp.AmpWarning, match="the loss itself"):
+        backward(loss, optimizer)
+    optimizer.step()
+    assert_identical(dict(model.head.state_dict()), dict(exact))
+    amp.uninitialize()
+    assert_identical(dict(model.head.state_dict()), dict(exact))
+    assert optimizer.param_groups[1]["params"][2] is model.head[1].weight

@@ -241,3 +241,34 @@ def test_models_without_optimizers_can_be_added() -> None:
     assert amp.initialize(model, opt_level="O2") is model
     assert model(batch()[0]).dtype is torch.float32
     assert model[0].weight.dtype is torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:.*gave its weights no master")  # those of the second half
+@pytest.mark.parametrize("is_trained_between", [False, True])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_an_optimizer_of_other_parameters_of_a_model_is_added(
+    opt_level: str, is_trained_between: bool
+) -> None:
+    options = {} if opt_level in ("O0", "O3", "O4", "O5") else {"loss_scale": 128.0}
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    first, second = (torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9) for half in model)
+    amp.initialize(model, first, opt_level=opt_level, **options)
+    inputs = torch.randn(2, 4)
+    if is_trained_between:
+        with amp.scale_loss(model(inputs).float().sum(), first) as scaled_loss:
+            scaled_loss.backward()
+        first.step()
+    model.zero_grad()
+    momenta = copy.deepcopy([state["momentum_buffer"] for state in first.state.values()])
+    amp.initialize(model, second, opt_level=opt_level, **options)
+    assert_identical([state["momentum_buffer"] for state in first.state.values()], momenta)
+    before = copy.deepcopy(model.state_dict())
+    with amp.scale_loss(model(inputs).float().sum(), [first, second]) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in (first, second):
+        optimizer.step()
+        assert {p.dtype for p in amp.master_params(optimizer)} == {
+            torch.float16 if opt_level == "O3" else torch.float32
+        }
+    after = model.state_dict()
+    assert not any(torch.equal(before[name], after[name]) for name in before)

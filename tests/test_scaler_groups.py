@@ -18,7 +18,7 @@ from amp_patch.scaling.scaler_groups import ScalerGroup, ScalerGroups
 
 
 def make_group(num_losses: int = 1, **overrides: Any) -> ScalerGroup:
-    return ScalerGroup(resolve_policy("O1", **overrides), num_losses, logs_overflows=True)
+    return ScalerGroup(resolve_policy("O1", **overrides), num_losses, is_verbose=True)
 
 
 def make_groups(*groups: ScalerGroup) -> ScalerGroups:
@@ -31,7 +31,7 @@ def make_groups(*groups: ScalerGroup) -> ScalerGroups:
 @pytest.mark.parametrize("opt_level", OPT_LEVELS)
 def test_group_has_a_scaler_a_loss_as_the_policy_says(opt_level: str) -> None:
     policy = OPT_LEVELS[opt_level]
-    group = ScalerGroup(policy, 3, logs_overflows=True)
+    group = ScalerGroup(policy, 3, is_verbose=True)
     assert len(group.scalers) == 3
     for scaler in group.scalers:
         assert scaler.is_dynamic is (policy.loss_scale == "dynamic")

@@ -281,3 +281,110 @@ def test_a_huge_finite_gradient_at_a_static_scale_is_skipped_before_it_spoils_th
     assert amp.step_was_skipped(optimizer)
     assert amp.loss_scale() == 65536.0
     assert_identical(everything(model, optimizer), before)
+
+
+def statistics(model: nn.Module) -> list[torch.Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@OPTIONS
+def test_a_dropped_micro_batch_leaves_no_statistics(options: dict[str, Any], bad: int) -> None:
+    batches, found = [batch() for _ in range(3)], []
+    for has_fault in (True, False):
+        torch.manual_seed(1)
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        amp.initialize(model, optimizer, overflow_drops="micro_batch", **options)
+        for i, (inputs, targets) in enumerate(batches):
+            loss = F.mse_loss(model(inputs), targets) * 2.0**-8 if has_fault or i != bad else None
+            if loss is not None:
+                backward(overflowing(loss) if i == bad else loss, optimizer)
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+        found.append(statistics(model))
+        amp.uninitialize()
+    assert_identical(found[0], found[1])
+
+
+@OPTIONS
+def test_forwards_of_a_window_that_come_before_its_blocks_leave_finite_statistics(
+    options: dict[str, Any],
+) -> None:
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, overflow_drops="micro_batch", **options)
+    losses = []
+    for i in range(2):
+        inputs, targets = batch()
+        losses.append(F.mse_loss(model(inputs * (math.inf if i else 1)), targets))
+    backward(losses[0] * 2.0**-8, optimizer)
+    with pytest.warns(amp.AmpWarning, match="the loss itself is inf or NaN"):
+        backward(losses[1], optimizer)
+    optimizer.step()
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+@OPTIONS
+def test_a_skip_leaves_the_graph_of_another_loss_usable(options: dict[str, Any]) -> None:
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, **options)
+    losses = [F.mse_loss(model(inputs), targets) for inputs, targets in (batch(), batch())]
+    backward(overflowing(losses[0]), optimizer)
+    optimizer.step()
+    backward(losses[1] * 2.0**-8, optimizer)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize("has_own_call", [True, False])
+@OPTIONS
+def test_a_skip_leaves_no_statistics_that_are_not_finite_in_any_model_of_the_forward(
+    options: dict[str, Any], has_own_call: bool, has_optimizer: bool, has_gradients: bool
+) -> None:
+    """A critic after a generator, or a network with frozen weights."""
+    generator, critic = nn.Linear(6, 6), Normed()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (generator, critic)]
+    if not has_optimizer:
+        critic.requires_grad_(False)
+    models = [generator, critic]
+    chosen = optimizers if has_optimizer else optimizers[:1]
+    if has_own_call:
+        amp.initialize(generator, optimizers[0], **options)
+        amp.initialize(critic, optimizers[1] if has_optimizer else None, **options)
+    else:
+        amp.initialize(models, chosen, **options)
+    before = statistics(critic)
+    made = generator(torch.full((4, 6), math.inf))
+    with torch.set_grad_enabled(has_gradients):
+        loss = critic(made).float().mean()
+    with pytest.warns(amp.AmpWarning, match="the loss itself is inf or NaN"):
+        backward(loss + made.float().mean(), optimizers[0])
+    optimizers[0].step()
+    assert amp.step_was_skipped(optimizers[0])
+    assert_identical(statistics(critic), before)
+
+
+@pytest.mark.parametrize("part", ["", "batch_norm"])
+@OPTIONS
+def test_statistics_that_were_loaded_are_those_that_a_skip_goes_back_to(
+    options: dict[str, Any], part: str
+) -> None:
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, **options)
+    module = model.get_submodule(part)
+    values = {name: value.clone() for name, value in module.state_dict().items()}
+    values = {k: v.fill_(7) if "running_mean" in k else v for k, v in values.items()}
+    model(batch()[0])  # a training forward without a step
+    module.load_state_dict(values)
+    inputs, targets = batch()
+    with pytest.warns(amp.AmpWarning, match="the loss itself is inf or NaN"):
+        backward(F.mse_loss(model(inputs * math.inf), targets), optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert torch.equal(model.batch_norm.running_mean, torch.full((4,), 7.0))
+    assert all(buffer.isfinite().all() for buffer in model.buffers())

@@ -416,6 +416,26 @@ def test_dropping_only_the_micro_batch_lets_the_others_stand_for_it(
     assert -model.state_dict()["weight"].item() == pytest.approx(expected.item(), rel=2.0**-22)
 
 
+@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_a_clip_sees_what_the_step_uses_where_a_micro_batch_was_dropped(
+    opt_level: str, bad: int
+) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(
+        model, optimizer, opt_level=opt_level, loss_scale=WIDE, overflow_drops="micro_batch"
+    )
+    model.load_state_dict({"weight": torch.zeros(1, 1)})
+    for i in range(4):
+        loss = model(torch.ones(1, 1)).float().sum()
+        backward(overflowing(loss) if i == bad else loss, optimizer)
+    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    assert norm.item() == pytest.approx(4.0, rel=2.0**-22)
+    optimizer.step()
+    assert -model.state_dict()["weight"].item() == pytest.approx(1.0, rel=1e-5)
+
+
 @pytest.mark.parametrize("opt_level", SCALED_LEVELS)
 def test_a_window_in_which_every_micro_batch_overflows_is_skipped(opt_level: str) -> None:
     model, optimizer = pair_at(opt_level, overflow_drops="micro_batch")
@@ -540,6 +560,47 @@ def test_an_optimizer_of_another_block_is_not_touched_by_an_overflow(opt_level: 
     assert [amp.step_was_skipped(optimizer) for optimizer in optimizers] == [False, True]
 
 
+class Shared(nn.Module):
+    """Two heads on one layer, with an optimizer for each head that also updates the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+
+    def forward(self, x: torch.Tensor, is_trunk_fixed: bool) -> list[torch.Tensor]:
+        hidden = self.trunk(x)
+        hidden = hidden.detach() if is_trunk_fixed else hidden
+        return [head(hidden).float().sum() for head in self.heads]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.SGD([*self.trunk.parameters(), *head.parameters()], lr=0.1)
+            for head in self.heads
+        ]
+
+
+@pytest.mark.parametrize("is_in_trunk", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("are_both_listed", [True, False], ids=["both", "first"])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "each-by-itself"])
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_an_overflow_in_a_shared_layer_skips_every_optimizer_that_holds_it(
+    opt_level: str, together: bool, are_both_listed: bool, is_in_trunk: bool
+) -> None:
+    model = Shared()
+    first, second = model.optimizers()
+    options = {"skip_together": together, "loss_scale": WIDE}
+    amp.initialize(model, [first, second], opt_level=opt_level, **options)
+    losses = model(batch()[0], is_trunk_fixed=not is_in_trunk)
+    backward(overflowing(losses[0]) + losses[1], [first, second] if are_both_listed else first)
+    second.step()  # the one that does not own the gradients goes first
+    first.step()
+    assert amp.step_was_skipped(first)
+    is_told = is_in_trunk or (together and are_both_listed)
+    assert amp.step_was_skipped(second) == is_told
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 # -- details ---------------------------------------------------------------------------------------
 
 
@@ -572,6 +633,50 @@ def test_a_scale_that_changes_inside_a_delayed_window_does_not_spoil_it(opt_leve
     backward(models[0](ones).float().sum() * 2, optimizers[0], delay_unscale=True)
     backward(models[0](ones).float().sum() * 4, optimizers[0])
     assert gradients(optimizers[0])[0].item() == 7.0
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["", "exception"])
+@pytest.mark.parametrize("scales", [[64.0, 1024.0], [1024.0, 1.0]], ids=repr)
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_a_block_of_another_optimizer_adds_to_a_delayed_window_what_fp32_would(
+    opt_level: str, scales: list[float], raises: bool
+) -> None:
+    """The generator's loss reaches a critic whose gradients have the scale of its own loss."""
+    generator, critic = (nn.Linear(1, 1, bias=False) for _ in range(2))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (generator, critic)]
+    models = [generator, critic]
+    amp.initialize(models, optimizers, opt_level=opt_level, num_losses=2, loss_scale=scales)
+    ones = torch.ones(1, 1)
+    expected = 0.0
+    for i in range(3):
+        backward(critic(ones).float().sum(), optimizers[1], loss_id=0, delay_unscale=i < 2)
+        expected += 1.0
+        loss = critic(generator(ones)).float().sum()
+        if raises:
+            with pytest.raises(KeyError), amp.scale_loss(loss, optimizers[0], loss_id=1) as scaled:
+                scaled.backward()
+                raise KeyError
+        else:
+            backward(loss, optimizers[0], loss_id=1)
+            expected += generator.weight.item()
+    # Sums in half, which O2 makes inside of a delayed window, round five times.
+    assert gradients(optimizers[1])[0].item() == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_a_parameter_shared_with_a_delayed_window_is_refused_in_a_block_of_its_own(
+    opt_level: str,
+) -> None:
+    model = Shared()
+    first, second = model.optimizers()
+    amp.initialize(model, [first, second], opt_level=opt_level, loss_scale=WIDE)
+    losses = model(batch()[0], is_trunk_fixed=False)
+    with amp.scale_loss(losses[0], first, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    with pytest.raises(amp.AmpError, match="expected both optimizers in every block"):
+        backward(losses[1], second)
+    backward(losses[1], [first, second])
+    first.step()
 
 
 @pytest.mark.parametrize("opt_level", SCALED_LEVELS)
@@ -711,3 +816,10 @@ def test_an_interrupted_block_can_be_followed_by_a_clean_window(opt_level: str) 
         found.append(snapshot(model, optimizer))
         amp.uninitialize()
     assert_identical(found[1], found[0])
+
+
+def test_an_optimizer_that_is_listed_twice_is_named() -> None:
+    model, optimizer = pair_at("O1")
+    loss = model(batch()[0]).sum()
+    with pytest.raises(amp.AmpError, match=r"optimizers: .* one of them twice: the .* at 0 and 1"):
+        amp.scale_loss(loss, [optimizer, optimizer])

@@ -43,8 +43,10 @@ class GradientWindow:
         self._unscaled: list[Gradient] = []  # of the masters, set aside; empty if none had any
         self._scaled: list[Gradient] = []  # of the model, from earlier blocks with delay_unscale
         self._fresh: list[Gradient] = []  # of the block, unscaled
+        self._watched: list[ParamPair] = []  # their gradients come from blocks of other optimizers
         self._kept = 0  # blocks of this window whose gradients were kept
         self._dropped = 0  # and dropped
+        self._weight = 1.0  # by which the gradients of the kept ones were multiplied for that
         self._scaler: LossScaler | None = None
         self._scale: gradients.Scale = 1.0  # by which the loss of the block was multiplied
         self._stage_before = Stage.READY
@@ -97,6 +99,19 @@ class GradientWindow:
         if wrappers:
             self._begin_averaging(wrappers)
 
+    def begin_beside(self, pairs: Iterable[ParamPair]) -> None:
+        """Enter a block of other optimizers: set the gradients aside, which are still scaled."""
+        self._join(pairs)
+        self._scaled = cloned(taken([pair.model for pair in self._pairs]))
+        self._stage_before, self.stage = self.stage, Stage.BACKWARD
+
+    def leave_beside(self, scale: gradients.Scale) -> None:
+        """Leave it. What it produced has its `scale`, and gets that of this window."""
+        fresh = [pair.model.grad for pair in self._pairs if pair.model.grad is not None]
+        if fresh and scale != self._scale:
+            gradients.scale_(fresh, float(self._scale / scale))
+        self.delay()
+
     def _begin_averaging(self, wrappers: Sequence[Wrapper]) -> None:
         if any(wrapper.gradient_as_bucket_view for wrapper in wrappers):
             # What was set aside may be the memory that backward writes into.
@@ -118,7 +133,7 @@ class GradientWindow:
         put(models, cloned(self._scaled))
         for model, unscaled in zip(models, self._unscaled, strict=False):  # may be empty
             if unscaled is not None:
-                scaled = (unscaled * self._scale).to(model.dtype)
+                scaled = (unscaled * (self._scale / self._weight)).to(model.dtype)
                 model.grad = scaled if model.grad is None else model.grad + scaled
 
     def _join(self, pairs: Iterable[ParamPair]) -> None:
@@ -180,6 +195,9 @@ class GradientWindow:
 
     def settle(self, *, keep: bool) -> None:
         """Leave the block: add its gradients to the earlier ones, or drop them."""
+        self._kept += keep
+        self._dropped += not keep
+        self._reweigh()
         if not keep:
             totals = self._unscaled or [None] * len(self._pairs)
         elif self._unscaled and not self._is_merged:
@@ -191,27 +209,33 @@ class GradientWindow:
                 pair.model.grad = None
             if pair.master.grad is not total:
                 pair.master.grad = total
-        self._kept += keep
-        self._dropped += not keep
         self._note_local()
         self._close()
+
+    def _reweigh(self) -> None:
+        """Let the blocks that were kept stand for those that were dropped too."""
+        weight = (self._kept + self._dropped) / self._kept if self._kept and self._dropped else 1.0
+        for values, factor in ((self._unscaled, weight / self._weight), (self._fresh, weight)):
+            present = [value for value in values if value is not None]
+            if factor != 1.0 and present:
+                gradients.scale_(present, factor)
+        self._weight = weight
 
     def _note_local(self) -> None:
         self._has_local = self._leaves_local or (self._has_local and not self._is_merged)
         self._is_merged = self._leaves_local = False
 
-    def take_weight(self) -> float:
-        """What to multiply the sum over the kept blocks by, so that it stands for all of them."""
-        weight = (self._kept + self._dropped) / self._kept if self._kept and self._dropped else 1.0
-        self._forget_blocks()
-        return weight
+    def watch(self, shared: Iterable[ParamPair]) -> None:
+        """Look at the gradients of `shared` before the next step: other optimizers check them."""
+        known = {id(pair.master) for pair in self._watched}
+        self._watched += [pair for pair in shared if id(pair.master) not in known]
 
     def take_overflow(self) -> bool:
         """Whether the step that follows must be skipped; forgotten by asking."""
         has_overflow = self.will_skip()
         self.has_overflow = False
         if has_overflow:
-            self._forget_blocks()
+            self.begin_anew()
         return has_overflow
 
     def will_skip(self) -> bool:
@@ -219,6 +243,9 @@ class GradientWindow:
         make_checks(check for check, _ in self.unchecked)
         self.has_overflow |= any(check.skips[i] for check, i in self.unchecked)
         self.unchecked = []
+        if self._watched and not self.has_overflow:
+            foreign = [pair.master.grad for pair in self._watched if pair.master.grad is not None]
+            self.has_overflow = gradients.any_found(gradients.non_finite(foreign))
         return self.has_overflow or (self._dropped > 0 and self._kept == 0)
 
     def take_verdict(self) -> tuple[Checks, torch.Tensor] | None:
@@ -227,25 +254,28 @@ class GradientWindow:
         None where it is known already what will become of the step.
         """
         verdict = worst(check.verdict(i) for check, i in self.unchecked)
-        if verdict is None or self.has_overflow or self._dropped:
+        if verdict is None or self.has_overflow or self._dropped or self._watched:
             return None
         checks, self.unchecked = self.unchecked, []
-        self._forget_blocks()
+        self.begin_anew()
         return checks, verdict
 
     def zero(self) -> None:
         """The user clears the gradients: forget what was set aside, and any overflow in it."""
         self.has_overflow = False
         self.unchecked = []
-        self._forget_blocks()
+        self.begin_anew()
         if self.stage is Stage.BACKWARD:
             self._unscaled, self._scaled = [], []
             self._stage_before = Stage.READY
         else:
             self._close()
 
-    def _forget_blocks(self) -> None:
+    def begin_anew(self) -> None:
+        """The gradients are used, or dropped: the next block is the first of a window."""
         self._kept = self._dropped = 0
+        self._weight = 1.0
+        self._watched = []
         self._has_local, self.is_separable = False, True
 
     def _close(self) -> None:

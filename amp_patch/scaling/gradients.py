@@ -33,6 +33,11 @@ def unscale_(gradients: Gradients, scale: Scale) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def non_finite(gradients: Gradients) -> list[torch.Tensor]:
+    """The verdicts of `unscale_` on `gradients` that are unscaled already."""
+    return unscale_(gradients, 1.0)
+
+
 def any_found(found: Iterable[torch.Tensor]) -> bool:
     """Whether any of the verdicts of `unscale_` says overflow. Synchronises once."""
     return any(each_found([list(found)]))  # None is false
@@ -87,6 +92,8 @@ def elements(gradient: torch.Tensor) -> torch.Tensor:
 def _sum(total: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     if total.layout is not torch.strided and fresh.layout is torch.strided:
         return fresh + total  # torch adds a sparse tensor to a dense one, not the other way round
+    if total.layout is torch.sparse_coo and total.dtype in (torch.float16, torch.bfloat16):
+        return (total.float() + fresh.float()).to(total.dtype)  # torch 2.13 adds none in half
     return total + fresh
 
 

@@ -6,7 +6,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from amp_patch.scaling.scaler_groups import ScalerGroup
 from amp_patch.scaling.step_outcome import StepOutcome
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.param_pairs import ParamPair
-from amp_patch.weights.running_statistics import ModelParts
+from amp_patch.weights.running_statistics import ModelParts, RunningStatistics, StepStatistics
 
 
 class OptimizerBinding:
@@ -46,10 +46,13 @@ class OptimizerBinding:
         context: CastContext,
         models: Sequence[ModelParts],
         wrappers: ParallelWrappers,
+        statistics: Iterable[RunningStatistics],
+        adopt: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
         self.policy = policy
         self.group = group
         self.models = tuple(models)
+        self.statistics = StepStatistics([one.statistics for one in models], statistics)
         self.window = GradientWindow()
         self.outcome = StepOutcome()
         self.thread = threading.get_ident()  # in which it trains
@@ -57,6 +60,7 @@ class OptimizerBinding:
         self._masters = masters
         self._context = context
         self._wrappers = wrappers
+        self._adopt = adopt  # told of parameters that are new
         self._patcher = Patcher()
         self._groups = PairedGroups(optimizer, masters, makes_masters=policy.master_weights)
         self._is_bound = True
@@ -91,22 +95,37 @@ class OptimizerBinding:
 
     def before_backward(
         self, scaler: LossScaler, claimed: Container[int], scale: gradients.Scale
-    ) -> None:
+    ) -> list[ParamPair]:
         """Enter a scale_loss block, whose loss is multiplied by `scale`.
 
-        `claimed` has the ids of parameters that another optimizer of the block handles already.
-        At a scale that is always 1, parameters without a master are left alone.
+        `claimed` has the ids of parameters that another optimizer of the block handles already:
+        returns what this one shares with it. At a scale that is always 1, an optimizer without
+        masters is left alone.
         """
-        if scaler.is_identity and not self._groups.have_masters:
-            pairs: list[ParamPair] = []
-        else:
-            pairs = self.pairs()
-        if scaler.is_identity:
-            pairs = [pair for pair in pairs if pair.has_master]
+        is_left_alone = scaler.is_identity and not self._groups.have_masters
+        pairs = [] if is_left_alone else self.pairs()
+        shared: list[ParamPair] = []
         if claimed:
+            shared = [pair for pair in pairs if id(pair.master) in claimed]
             pairs = [pair for pair in pairs if id(pair.master) not in claimed]
         self.outcome.drop_skipped(pairs)
         self.window.begin(pairs, scaler, self._wrappers.of(pair.model for pair in pairs), scale)
+        return shared
+
+    def before_backward_beside(self, others: Iterable[OptimizerBinding]) -> None:
+        """Enter a block of `others` inside a window with delay_unscale.
+
+        AmpError if these hold one of its parameters: its gradient could not be told from theirs.
+        """
+        pairs = self.pairs()
+        own = {id(pair.model) for pair in pairs}
+        if any(other.holds_any(own) for other in others):
+            raise AmpError(
+                "scale_loss: found a parameter whose gradient is still multiplied by the loss "
+                "scale of another optimizer that holds it too (delay_unscale=True); expected both "
+                "optimizers in every block of the window"
+            )
+        self.window.begin_beside(pairs)
 
     def _bind(self, optimizer: Any) -> None:
         self._patcher.on_restore(self._groups.unpair)
@@ -135,7 +154,7 @@ class OptimizerBinding:
         pairs = self.pairs() if self._groups.have_masters else []
         self._refuse_stray_gradients(pairs)
         self._masters.refresh(pairs)
-        self._reweigh()
+        self.window.begin_anew()
         casts = self._context.suspend()
         try:
             return original(*args, **kwargs)
@@ -146,16 +165,14 @@ class OptimizerBinding:
             for pair in pairs:
                 if pair.has_master:
                     pair.master.grad = None
-            for part in self.models:
-                part.statistics.forget()
+            self.statistics.forget()
             self._context.cache.clear()
 
     def run_step_unless(
         self, checks: Checks, overflow: torch.Tensor, original: Callable[..., Any], *args: Any
     ) -> Any:
         """A step that the kernel skips if `overflow`, on a device, says so."""
-        for part in self.models:
-            part.statistics.restore_where(overflow)
+        self.statistics.restore(overflow)
         result = self.run_step(step_unless, overflow, self.optimizer, original, *args)
         self.outcome.leave_open(checks)
         return result
@@ -187,23 +204,15 @@ class OptimizerBinding:
         self.refuse_scaled_gradients()
         if self.window.take_overflow():
             raise ClosureOverflowError(loss)
-        self._reweigh()
+        self.window.begin_anew()
         return loss
-
-    def _reweigh(self) -> None:
-        """Let the kept micro-batches of a window stand for those that were dropped."""
-        weight = self.window.take_weight()
-        if weight != 1.0:
-            present = [pair.master.grad for pair in self.pairs()]
-            gradients.scale_([gradient for gradient in present if gradient is not None], weight)
 
     def skip_step(self) -> None:
         """Leave no trace: drop the gradients, and put running statistics back."""
         self.outcome.note(skipped=True)
         for pair in self.pairs():
             pair.model.grad = pair.master.grad = None
-        for part in self.models:
-            part.statistics.restore()
+        self.statistics.restore()
         optimizer = self.optimizer
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             # Lest torch's schedulers warn of the order of calls.
@@ -222,8 +231,7 @@ class OptimizerBinding:
     def zero(self) -> None:
         """The user cleared the masters' gradients: clear the model's, and what was set aside."""
         if self.window.has_overflow:  # the user leaves the step out
-            for part in self.models:
-                part.statistics.restore()
+            self.statistics.restore()
         self.window.zero()
         self.outcome.forget_gradients()
         for pair in self.pairs() if self._groups.have_masters else ():
@@ -232,7 +240,8 @@ class OptimizerBinding:
         self._context.cache.clear()
 
     def add(self, group: dict[str, Any]) -> None:
-        """Pair the parameters of a group that was just added."""
+        """Pair the parameters of a group that was just added, and cast what came with them."""
+        self._adopt(group["params"])
         self._groups.pair(group["params"])
 
     def refuse_scaled_gradients(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from amp_patch.scaling.gradients import elements
+from amp_patch.scaling.loss_scaler import LossScaler
 
 _SHOWN = 3
 
@@ -37,7 +38,8 @@ class OverflowReport:
 
     `loss_scale` is the one with which it happened; `skipped_in_a_row` counts it too. A smaller
     scale may help unless the loss was inf or NaN before it was scaled: what a backward pass makes
-    of a finite loss is proportional to the scale, up to the inf that it ran into.
+    of a finite loss is proportional to the scale, up to the inf that it ran into. At its floor a
+    dynamic scale backs off no further.
     """
 
     loss_scale: float
@@ -45,6 +47,7 @@ class OverflowReport:
     is_scale_dynamic: bool
     is_loss_finite: bool
     may_smaller_scale_help: bool
+    is_scale_at_floor: bool
     gradients: tuple[NonFiniteGradient, ...]
 
     def __str__(self) -> str:
@@ -69,6 +72,8 @@ class OverflowReport:
             )
         if not self.is_scale_dynamic:
             return "The loss scale is static: pass a lower loss_scale, or 'dynamic'"
+        if not self.is_scale_at_floor:
+            return "The loss scale backs off by itself: normal at the start, and now and then later"
         return (
             "The loss scale can go no lower: allow a lower one by min_loss_scale if the gradients "
             "are large, or use opt_level='O4' or 'O5' (bfloat16), which has the range of FP32; if "
@@ -79,8 +84,7 @@ class OverflowReport:
 def report_overflow(
     loss: torch.Tensor,
     loss_scale: float,
-    skipped_in_a_row: int,
-    is_scale_dynamic: bool,
+    scaler: LossScaler,
     named_gradients: Iterable[tuple[str, torch.Tensor]],
     *,
     is_loss_scaled: bool = False,
@@ -93,10 +97,11 @@ def report_overflow(
     is_loss_finite = bool(torch.isfinite(loss.detach()).all())
     return OverflowReport(
         loss_scale,
-        skipped_in_a_row,
-        is_scale_dynamic,
+        scaler.skipped_in_a_row,
+        scaler.is_dynamic,
         is_loss_finite,
         is_loss_finite or is_loss_scaled,
+        scaler.is_dynamic and loss_scale <= scaler.min_scale,
         tuple(_non_finite(named_gradients)),
     )
 

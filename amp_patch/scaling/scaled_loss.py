@@ -11,21 +11,22 @@ from amp_patch.casts.cache import CastCache
 from amp_patch.errors import warn
 from amp_patch.scaling.device_scale import DeviceScale, scale_on
 from amp_patch.scaling.fused_step import skips_by_itself
-from amp_patch.scaling.gradient_window import GradientWindow, Stage
-from amp_patch.scaling.gradients import Scale
+from amp_patch.scaling.gradient_window import Checks, GradientWindow, Stage
+from amp_patch.scaling.gradients import Scale, non_finite
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks
 from amp_patch.scaling.overflow_report import OverflowReport, report_overflow
 from amp_patch.scaling.scaler_groups import ScalerGroup
+from amp_patch.weights.param_pairs import ParamPair
 
 
 class ScaledLoss:
     """Context manager: gives `loss` scaled; leaves gradients of `bindings` unscaled and checked.
 
     All of `bindings` skip their next step together. If the body raises, their gradients are what
-    they were. `cache` is empty afterwards. Synchronises once, where a check is made, and not at all
-    where the optimizers skip by themselves.
+    they were, but for those that a scale of 1 leaves alone. `cache` is empty afterwards.
+    Synchronises once, where a check is made; not where the optimizers skip by themselves.
     """
 
     def __init__(
@@ -45,39 +46,50 @@ class ScaledLoss:
         self._scaler = scaler
         self._cache = cache
         # Other optimizers whose parameters backward may reach. Their gradients are unscaled too.
-        self._bystanders = () if scaler.is_identity else tuple(bystanders)
+        self._bystanders = tuple(bystanders)
+        self._delayed: tuple[OptimizerBinding, ...] = ()  # of these, which stay scaled by their own
         self._delay_unscale = delay_unscale and not scaler.is_identity
         self._delay_overflow_check = delay_overflow_check
         self._on_device: DeviceScale | None = None
         self._scale: Scale = 1.0  # set on entry
+        # What an optimizer has of parameters whose gradients another one of the block handles.
+        self._shared: list[list[ParamPair]] = []
 
     def __enter__(self) -> torch.Tensor:
+        self._delayed = _of_stage(self._bystanders, Stage.DELAYED)
+        ready = () if self._scaler.is_identity else _of_stage(self._bystanders, Stage.READY)
+        self._bystanders = ready
         claimed: set[int] = set()
         opened: list[OptimizerBinding] = []
         self._on_device = self._scale_on_device()
         self._scale = (self._on_device or self._scaler).scale
         try:
-            for binding in self._bindings:
-                binding.before_backward(self._scaler, claimed, self._scale)
+            for binding in self._delayed:
+                binding.before_backward_beside(self._bindings)
                 opened.append(binding)
+            for binding in self._bindings:
+                shared = binding.before_backward(self._scaler, claimed, self._scale)
+                opened.append(binding)
+                self._shared.append(shared)
                 if len(self._bindings) > 1 or self._bystanders:
                     claimed.update(id(pair.master) for pair in binding.pairs())
-            ready = [one for one in self._bystanders if one.window.stage is Stage.READY]
-            self._bystanders = ()
-            for binding in ready:
-                binding.before_backward(self._scaler, claimed, self._scale)
-                self._bystanders = (*self._bystanders, binding)
+            for binding in self._bystanders:
+                shared = binding.before_backward(self._scaler, claimed, self._scale)
+                opened.append(binding)
+                binding.window.watch(shared)
             return self._loss if self._scaler.is_identity else _scaled(self._loss, self._scale)
         except BaseException:
-            _abandon([*opened, *self._bystanders])
+            _abandon(opened)
             raise
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
             if error is not None:
-                _abandon([*self._bindings, *self._bystanders])
+                _abandon([*self._bindings, *self._delayed, *self._bystanders])
                 return
             try:
+                for binding in self._delayed:
+                    binding.window.leave_beside(self._scale)
                 for binding in self._bystanders:
                     self._unscale_bystander(binding.window)
                 report = self._leave()
@@ -97,6 +109,7 @@ class ScaledLoss:
                 window.delay()
             return None
         verdicts = [window.unscale(self._scaler) for window in windows]
+        self._judge_shared(verdicts)
         if self._scaler.is_identity:
             for window in windows:
                 window.settle(keep=True)
@@ -118,14 +131,30 @@ class ScaledLoss:
         scale = self._scaler.scale
         make_checks(one for window in windows for one, _ in window.unchecked)
         report = self._report(scale) if check.has_overflow else None
-        can_drop = policy.overflow_drops == "micro_batch"
-        for i, window in enumerate(windows):
-            is_dropped = check.skips[i] and can_drop and window.is_separable
-            if is_dropped:  # what earlier blocks left unchecked concerns the whole window
-                window.unchecked = earlier[i]
-            window.will_skip()
-            window.settle(keep=not is_dropped)
+        for i, binding in enumerate(self._bindings):
+            self._settle(binding, earlier[i], is_skipped=check.skips[i])
         return report
+
+    def _settle(self, binding: OptimizerBinding, earlier: Checks, *, is_skipped: bool) -> None:
+        window = binding.window
+        can_drop = binding.policy.overflow_drops == "micro_batch"
+        is_dropped = is_skipped and can_drop and window.is_separable
+        if is_dropped:  # what earlier blocks left unchecked concerns the whole window
+            window.unchecked = earlier
+        window.will_skip()
+        window.settle(keep=not is_dropped)
+        if can_drop:
+            binding.statistics.leave_micro_batch(keep=not is_dropped)
+
+    def _judge_shared(self, verdicts: Sequence[list[torch.Tensor]]) -> None:
+        """Let an optimizer hear of what another one of the block has found in shared gradients."""
+        if self._scaler.is_identity or not any(self._shared):
+            return
+        rows = [row for binding in self._bindings for row in binding.window.fresh()]
+        fresh = {id(pair.master): gradient for pair, gradient in rows}
+        for shared, found in zip(self._shared, verdicts, strict=True):
+            present = [fresh[id(pair.master)] for pair in shared if id(pair.master) in fresh]
+            found.extend(non_finite(present))
 
     def _is_left_for_later(self, check: OverflowCheck) -> bool:
         """Whether the step will make the check, or ask the device to."""
@@ -178,13 +207,16 @@ class ScaledLoss:
         report = report_overflow(
             self._loss,
             scale,
-            scaler.skipped_in_a_row,
-            scaler.is_dynamic,
+            scaler,
             [row for binding in self._bindings for row in binding.named_gradients()],
             is_loss_scaled=self._is_from_gradients,
         )
         self._bindings[0].group.note_overflow(report)
         return report
+
+
+def _of_stage(bindings: Sequence[OptimizerBinding], stage: Stage) -> tuple[OptimizerBinding, ...]:
+    return tuple(one for one in bindings if one.window.stage is stage)
 
 
 def _abandon(bindings: Sequence[OptimizerBinding]) -> None:
@@ -200,5 +232,4 @@ def _scaled(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
 def _note_late(group: ScalerGroup, scaler: LossScaler, loss: torch.Tensor, scale: float) -> None:
     """An overflow that was left to the device: its gradients are gone."""
     group.log_overflow(scale)
-    skips = scaler.skipped_in_a_row
-    group.note_overflow(report_overflow(loss, scale, skips, scaler.is_dynamic, ()))
+    group.note_overflow(report_overflow(loss, scale, scaler, ()))

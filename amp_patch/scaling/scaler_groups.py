@@ -33,8 +33,9 @@ logger = logging.getLogger("amp_patch")
 class ScalerGroup:
     """The scalers of one call, one for each loss. Owned by its models and optimizers."""
 
-    def __init__(self, policy: Policy, num_losses: int, logs_overflows: bool) -> None:
-        self._logs_overflows = logs_overflows
+    def __init__(self, policy: Policy, num_losses: int, is_verbose: bool) -> None:
+        self._is_verbose = is_verbose
+        self._level = policy.opt_level
         self._overflows = 0
         self.last_overflow: tuple[int, OverflowReport] | None = None  # and when among all groups'
         scale = policy.loss_scale
@@ -54,6 +55,11 @@ class ScalerGroup:
         """The scaler of `loss_id`."""
         return _at(self.scalers, loss_id)
 
+    def log_start(self, models: int, optimizers: int) -> None:
+        """A line that says what `initialize` has done."""
+        if self._is_verbose:
+            logger.info("%s: %d model(s), %d optimizer(s)", self._level, models, optimizers)
+
     def note_overflow(self, report: OverflowReport) -> None:
         """Keep what is known of the latest overflow."""
         self.last_overflow = (next(_overflows), report)
@@ -62,7 +68,7 @@ class ScalerGroup:
         """A line for a normal overflow: on rank 0, and ever more seldom."""
         self._overflows += 1
         is_seldom = self._overflows <= 3 or self._overflows.bit_count() == 1
-        if self._logs_overflows and is_seldom and rank() == 0:
+        if self._is_verbose and is_seldom and rank() == 0:
             logger.info(
                 "Gradients overflowed at loss scale %g: the step is skipped. Normal at the start "
                 "of a run, and now and then later (%d so far)",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.patcher import Patcher
@@ -22,8 +23,9 @@ from amp_patch.weights.model_casting import (
     cast_outputs,
     cast_weights,
     follow_masters,
+    keep_in_float,
 )
-from amp_patch.weights.running_statistics import RunningStatistics, guard_statistics
+from amp_patch.weights.running_statistics import RunningStatistics
 
 
 class ModelBinding:
@@ -36,12 +38,14 @@ class ModelBinding:
         self.group = group
         self.exclusions = exclusions
         self.kept_inputs = kept_inputs
-        self.statistics = RunningStatistics(nn.Module())
+        self.statistics = RunningStatistics()
+        self._may_skip = False
         self._switch = CastSwitch()
         self._patcher = Patcher()
         self._scope = Patcher()
         self._take_out: Callable[[], None] | None = None  # while the FP32 values are in the model
         self._cast: list[weakref.ref[torch.Tensor]] = []
+        self._known: Any = WeakIdKeyDictionary(ref_type=weakref.ref)  # modules; as a set
 
     def bind(
         self,
@@ -57,6 +61,7 @@ class ModelBinding:
         `may_skip` says whether a step can be skipped, so that running statistics need guarding.
         """
         dtype = self.policy.cast_model_type
+        self._known.update(dict.fromkeys(model.modules(), True))
         if dtype is not None:
             tensors = cast_weights(
                 model, dtype, self.policy, self.exclusions, masters, optimized, self._patcher
@@ -71,8 +76,35 @@ class ModelBinding:
             cast_outputs(
                 model, self.policy.cast_model_outputs, self._switch, self._patcher, context
             )
+        self._may_skip = may_skip
         if may_skip:
-            self.statistics = guard_statistics(model, self._patcher)
+            self.statistics.guard(model, model.modules(), self._patcher)
+
+    def extend(self, model: nn.Module, masters: MasterWeights) -> None:
+        """Do to layers and parameters that have come into `model` since what `bind` did."""
+        dtype = self.policy.cast_model_type
+        fresh = [module for module in model.modules() if module not in self._known]
+        if dtype is not None:
+            trained = {id(one) for one in model.parameters() if one.requires_grad}
+            tensors = cast_weights(
+                model,
+                dtype,
+                self.policy,
+                self.exclusions,
+                masters,
+                trained,
+                self._patcher,
+                self._known,
+            )
+            self._cast += [weakref.ref(tensor) for tensor in tensors]
+            paths = {id(module): path for path, module in model.named_modules()}
+            excluded = [one for one in fresh if paths[id(one)] in self.exclusions.modules]
+            keep_in_float(excluded, dtype, self._switch, self._patcher)
+            if self.policy.master_weights and tensors:
+                follow_masters(model, tensors, masters, self._patcher)
+        if self._may_skip:
+            self.statistics.guard(model, fresh, self._patcher)
+        self._known.update(dict.fromkeys(fresh, True))
 
     def renewed(self) -> ModelBinding:
         """A binding that says the same and is not bound yet."""
@@ -113,3 +145,8 @@ class ModelBinding:
         if take_out is not None:
             take_out()
             self._switch.is_on = True
+
+
+def holds_any(model: nn.Module, ids: Container[int]) -> bool:
+    """Whether one of the parameters with these `ids` is of `model`."""
+    return any(id(parameter) in ids for parameter in model.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +108,11 @@ def cast_weights(
     masters: MasterWeights,
     optimized: Container[int],
     patcher: Patcher,
+    known: Container[nn.Module] = (),
 ) -> list[torch.Tensor]:
     """Cast the weights and buffers of `model` to `dtype` in place, and hook its state dict.
+
+    If some of its modules are `known` from an earlier call, only what has come since.
 
     BatchNorm keeps FP32 weights and statistics if the policy says so. Parameters whose id is in
     `optimized`, and buffers, keep their FP32 value in `masters` if the policy has master weights.
@@ -123,6 +126,7 @@ def cast_weights(
         and not exclusions.excludes(owned.path)
     ]
     fresh = [one for one in chosen if not masters.has_cast(one.tensor)]
+    chosen = fresh if known else chosen
     _warn_of_losses(model, fresh, dtype)
     if policy.master_weights and any(
         id(one.tensor) in optimized and masters.is_rounded(one.tensor) for one in fresh
@@ -138,7 +142,7 @@ def cast_weights(
         masters.cast_(owned.tensor, dtype, keep_master=policy.master_weights and has_master)
     cast = {id(owned.tensor) for owned in chosen}
     for module in model.modules():  # also the second holder of a shared tensor
-        if any(id(tensor) in cast for _, tensor in held_tensors(module)):
+        if module not in known and any(id(tensor) in cast for _, tensor in held_tensors(module)):
             _hook_state_dict(module, masters, patcher)
     return [owned.tensor for owned in chosen]
 
@@ -154,8 +158,15 @@ def cast_entry_and_exit(
     """Cast the inputs of `model` to `dtype`, and those of excluded modules to FP32 and back."""
     kept = _positions_and_names(model, kept_inputs)
     _hook_inputs(model, CastInputs(dtype, switch, kept), patcher)
-    for path in exclusions.modules:
-        module = model.get_submodule(path)
+    excluded = [model.get_submodule(path) for path in exclusions.modules]
+    keep_in_float(excluded, dtype, switch, patcher)
+
+
+def keep_in_float(
+    modules: Iterable[nn.Module], dtype: torch.dtype, switch: CastSwitch, patcher: Patcher
+) -> None:
+    """Cast the inputs of excluded `modules` to FP32, and what they return to `dtype`."""
+    for module in modules:
         _hook_inputs(module, CastInputs(torch.float32, switch), patcher)
         cast_outputs(module, dtype, switch, patcher)
 
