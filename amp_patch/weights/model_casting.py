@@ -151,10 +151,14 @@ def cast_entry_and_exit(
     switch: CastSwitch,
     patcher: Patcher,
 ) -> None:
-    """Cast the inputs of `model` to `dtype`, and those of excluded modules to FP32 and back."""
+    """Cast the inputs of `model` to `dtype`, and those of excluded modules to FP32 and back.
+
+    A model that is excluded as a whole gets its inputs in FP32, never rounded.
+    """
     kept = _positions_and_names(model, kept_inputs)
-    _hook_inputs(model, CastInputs(dtype, switch, kept), patcher)
-    for path in exclusions.modules:
+    entry = torch.float32 if exclusions.excludes("") else dtype
+    _hook_inputs(model, CastInputs(entry, switch, kept), patcher)
+    for path in exclusions.modules - {""}:
         module = model.get_submodule(path)
         _hook_inputs(module, CastInputs(torch.float32, switch), patcher)
         cast_outputs(module, dtype, switch, patcher)
