@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ def a_run(*losses: float, seed: int = 0, divergence: Divergence | None = None) -
 def a_comparison(*levels: LevelResult, spread: float = 0.1) -> Comparison:
     exponents = ExponentHistogram(-64, (0,) * 40 + (3,) + (0,) * 56)
     return Comparison(levels, 100, 1, (1.0, 1.0 + spread), exponents, Machine("2", "a cpu", 1))
+
+
+def words(found: Comparison) -> str:
+    """What is printed, without its line breaks."""
+    return " ".join(str(found).split())
 
 
 class TestTraining:
@@ -377,6 +383,18 @@ class TestCompare:
         assert found.baseline_losses == tuple(finals)
         assert found.spread == max(finals) - min(finals)
 
+    def test_seeds_that_make_no_difference_are_said(self) -> None:
+        def build_seeded() -> tuple[nn.Module, Any]:
+            torch.manual_seed(0)
+            return build()
+
+        fixed = [(torch.ones(4, 6), torch.ones(4, 3))]
+        found = compare(build_seeded, fixed, ["O4"], 4, turns=1, steps_a_turn=1)
+        assert found.spread == 0
+        assert "same from all 3 seeds" in words(found)
+        assert "O0 ends alike from all seeds" in found.verdict
+        assert "beyond" not in found.verdict
+
     def test_distance_is_from_the_same_seeds(self, found: Comparison) -> None:
         (own,), (reference,) = found["O1"].runs, found["O0"].runs
         assert found.distance(found["O1"]) == own.final_loss - reference.final_loss
@@ -516,6 +534,72 @@ class TestVerdict:
     def test_level_that_skips_every_step_is_no_winner(self) -> None:
         rows = [Standing("O0", 1.0, 0.0), Standing("O1", 0.2, 0.0, skips_all=True)]
         assert verdict(rows, 0.1) == "No other level trains as O0 does. O1 skips every step."
+
+    def test_sound_levels_come_before_those_that_are_not(self) -> None:
+        """So that "too" follows what it refers to."""
+        rows = [
+            Standing("O0", 1.0, 0.0),
+            Standing("O2", 1.1, 0.0),
+            Standing("O4", 1.2, 0.5),
+            Standing("O1", 1.6, 0.0),
+        ]
+        assert verdict(rows, 0.1).partition(". ")[2] == (
+            "O1 does too, but takes 1.6 times as long; "
+            "O4 ends with a loss 0.5 higher, beyond the spread of 0.1."
+        )
+
+    def test_levels_are_inside_too_only_if_the_best_one_is(self) -> None:
+        rows = [Standing("O0", 1.0, 0.0), Standing("O2", 0.5, -0.5)]
+        others = [Standing("O4", 0.8, 0.0), Standing("O1", 3.0, 0.0), Standing("O5", 3.0, -0.3)]
+        assert verdict([*rows, *others], 0.1).partition(". ")[2] == (
+            "O4 stays inside it; O1 does too, but takes 3.0 times as long; "
+            "O5 ends 0.3 lower, but takes 3.0 times as long."
+        )
+        assert verdict([*rows, others[1]], 0.1).partition(". ")[2] == (
+            "O1 stays inside it, but takes 3.0 times as long."
+        )
+
+    @pytest.mark.parametrize(
+        "unsound",
+        [
+            Standing("O3", 0.6, 0.5),
+            Standing("O3", 0.6, math.nan, "diverges at step 3 in `w`"),
+            Standing("O3", 0.6, 0.0, skips_all=True),
+        ],
+        ids=["too high", "diverges", "skips"],
+    )
+    def test_faster_level_that_is_not_sound_is_not_denied(self, unsound: Standing) -> None:
+        rows = [Standing("O0", 1.0, 0.0), Standing("O2", 1.3, 0.0), unsound]
+        assert verdict(rows, 0.1).startswith(
+            "No level that trains as O0 does is faster than O0 here: the fastest of those, O2, "
+            "takes 1.3 times as long, and its loss stays inside O0's spread. O3 "
+        )
+
+    def test_without_a_spread_no_loss_is_beyond_it(self) -> None:
+        rows = [Standing("O0", 1.0, 0.0), Standing("O4", 0.9, 0.002), Standing("O2", 2.0, -9e-6)]
+        assert verdict(rows, 0.0) == (
+            "O4 is 1.1 times faster than O0, and its loss ends 0.002 higher (O0 ends alike from "
+            "all seeds: nothing says what chance does). O2 ends 9e-06 lower, but takes 2.0 times "
+            "as long."
+        )
+
+    @pytest.mark.parametrize(
+        ("finals", "where"),
+        [
+            ((1.0, 1.1, math.nan), "seed 2"),
+            ((1.0, math.nan, 1.1), "seed 1"),
+            ((1.0, math.nan, math.nan), "seeds 1, 2"),
+        ],
+    )
+    def test_baseline_that_diverges_from_another_seed_is_said(
+        self, finals: tuple[float, ...], where: str
+    ) -> None:
+        levels = LevelResult("O0", (a_run(1.0),), step_ratio=1.0), LevelResult("O2", (a_run(1.0),))
+        found = replace(a_comparison(*levels), baseline_losses=finals)
+        assert found.verdict.startswith(f"O0 itself diverges from {where} of 3, so there is ")
+        rest = [one for one in finals if not math.isnan(one)]
+        assert found.spread == max(rest) - min(rest)
+        assert f"O0 diverges from {where} of 3, those from the others lie" in words(found)
 
     def test_bad_baseline_is_said_first(self) -> None:
         rows = [Standing("O0", 1.0, math.nan, "diverges at step 3 in `w`"), Standing("O1", 1, 0)]

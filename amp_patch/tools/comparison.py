@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,9 @@ class Comparison:
 
     @property
     def spread(self) -> float:
-        """How far the final losses of O0 lie apart over its seeds."""
-        return max(self.baseline_losses) - min(self.baseline_losses)
+        """How far the final losses of O0 lie apart over its seeds, those that diverge left out."""
+        finals = [loss for loss in self.baseline_losses if not math.isnan(loss)]
+        return max(finals) - min(finals) if finals else math.nan
 
     @property
     def verdict(self) -> str:
@@ -139,14 +141,25 @@ class Comparison:
         Path(file).write_text(page, encoding="utf-8")
 
     def _standing(self, level: LevelResult) -> Standing:
-        ends = [run.divergence for run in level.runs if run.divergence is not None]
         return Standing(
             level.label,
             level.step_ratio,
             self.distance(level),
-            f"fails ({level.failure})" if level.failure else f"diverges {ends[0]}" if ends else "",
+            self._trouble(level),
             sum(len(run.losses) for run in level.runs) == level.skipped_steps > 0,
         )
+
+    def _trouble(self, level: LevelResult) -> str:
+        ends = [run.divergence for run in level.runs if run.divergence is not None]
+        if level.failure:
+            return f"fails ({level.failure})"
+        if ends:
+            return f"diverges {ends[0]}"
+        seeds = self._seeds_that_diverge() if level is self.baseline else []
+        return f"diverges from {_listed(seeds)} of {len(self.baseline_losses)}" if seeds else ""
+
+    def _seeds_that_diverge(self) -> list[int]:
+        return [seed for seed, loss in enumerate(self.baseline_losses) if math.isnan(loss)]
 
     def _row(self, level: LevelResult) -> tuple[str, ...]:
         if level.failure:
@@ -169,10 +182,17 @@ class Comparison:
 
     def _on_losses(self) -> str:
         count = len(self.baseline_losses)
-        return (
-            f"Final losses are means of the last tenth: those of O0 from {count} seeds lie "
-            f"{self.spread:.2g} apart."
-        )
+        gone = self._seeds_that_diverge()
+        means = "Final losses are means of the last tenth"
+        if gone:
+            rest = f", those from the others lie {self.spread:.2g} apart" * (count > len(gone))
+            return f"{means}: O0 diverges from {_listed(gone)} of {count}{rest}."
+        if self.spread == 0 and count > 1:
+            return (
+                f"{means}: those of O0 are the same from all {count} seeds, so that they have no "
+                "spread to judge others by. Leave seeding out of build and batches."
+            )
+        return f"{means}: those of O0 from {count} seeds lie {self.spread:.2g} apart."
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
@@ -183,3 +203,7 @@ class Comparison:
         notes += [f"{one.label} fails: {one.failure}" for one in self.levels if one.failure]
         notes += [f"{one.label} warns: {text}" for one in self.levels for text in one.warnings]
         return tuple(notes)
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
