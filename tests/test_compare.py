@@ -119,6 +119,21 @@ class TestTraining:
         train(Job(build_and_keep, batches), Variant.of("O1"), 0, 3)
         assert made[0][1].param_groups[0]["lr"] == 0.1 * 0.5**3
 
+    def test_skipped_step_holds_the_scheduler(self) -> None:
+        made: list[Any] = []
+
+        def build_and_keep() -> Any:
+            made.append(build_scheduled())
+            return made[-1]
+
+        def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+            return default_loss(model, batch) * 1e6
+
+        run = train(Job(build_and_keep, batches, loss), Variant.of("O2"), 0, STEPS).run
+        assert run.skipped
+        taken = STEPS - len(run.skipped)
+        assert made[0][1].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**taken)
+
     def test_batches_are_gone_through_again(self) -> None:
         job = Job(build, [torch.ones(1), torch.zeros(1)])
         assert [float(one) for one in job.stream(5)] == [1, 0, 1, 0, 1]

@@ -67,7 +67,8 @@ def compare(
         build: a function that returns `(model, optimizer)`, or `(model, optimizer, scheduler)`,
             in FP32, built anew at each call. Called after every generator of random numbers was
             seeded, so that all levels start from the same weights: it must not seed them itself,
-            or the seeds of O0 make no difference. A scheduler steps with the optimizer.
+            or the seeds of O0 make no difference. A scheduler steps after the optimizer,
+            but for steps that are skipped.
         batches: an iterable of batches, or a function that returns one, called after seeding. Gone
             through again where it has fewer than `steps`.
         opt_levels: names of levels, or dicts of arguments for `initialize`

@@ -17,6 +17,7 @@ from torch.nn import functional
 from amp_patch.api import initialize
 from amp_patch.errors import AmpError
 from amp_patch.slot import slot
+from amp_patch.state import step_was_skipped
 from amp_patch.training import scale_loss
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -59,11 +60,14 @@ class Training:
         return loss
 
     def step(self, batch: Any) -> float:
-        """One whole step of training. Returns the loss, which waits for the device."""
+        """One whole step of training; a skipped one holds the scheduler. Returns the loss.
+
+        Waits for the device.
+        """
         loss = self.forward_and_backward(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not step_was_skipped(self.optimizer):
             self.scheduler.step()
         return float(loss.item())
 
