@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import re
 import statistics
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +34,7 @@ from amp_patch.tools.gradient_figures import (
     gradient_gaps,
     range_share,
 )
-from amp_patch.tools.jobs import Job, Variant, default_loss
+from amp_patch.tools.jobs import Job, Variant, default_loss, seed_everything
 from amp_patch.tools.level_result import LevelResult
 from amp_patch.tools.level_runs import (
     Divergence,
@@ -77,6 +80,10 @@ def a_comparison(*levels: LevelResult, spread: float = 0.1) -> Comparison:
 def words(found: Comparison) -> str:
     """What is printed, without its line breaks."""
     return " ".join(str(found).split())
+
+
+def interrupted(model: nn.Module, batch: Batch) -> torch.Tensor:
+    raise KeyboardInterrupt
 
 
 class TestTraining:
@@ -450,6 +457,88 @@ class TestCompare:
         assert "O3 fails (RuntimeError: no kernel for this)" in found.verdict
         assert found["O5"].failure == ""
         assert "fails" in str(found)
+
+    def test_exception_of_the_models_own_is_the_failure_of_its_level(self) -> None:
+        class UnstableError(Exception):
+            pass
+
+        def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+            if next(model.parameters()).dtype is torch.float16:
+                raise UnstableError("half")
+            return default_loss(model, batch)
+
+        found = compare(build, batches, ["O3", "O5"], 2, loss=loss, turns=1, steps_a_turn=1)
+        assert (found["O3"].failure, found["O5"].failure) == ("UnstableError: half", "")
+        with pytest.raises(KeyboardInterrupt):
+            compare(build, batches, ["O3"], 2, loss=interrupted, turns=1)
+
+    @pytest.mark.parametrize(
+        "levels",
+        [
+            ["O1", "O7"],
+            ["o1"],
+            [{"opt_level": "O2", "nonsense": 1}],
+            [{"opt_level": "O2", "keep_fp32": 3}],
+            [{"opt_level": "O2", "loss_scale": "large"}],
+            [{1: "O2"}],
+            [1],
+            1,
+            None,
+        ],
+        ids=str,
+    )
+    def test_levels_that_initialize_would_refuse_are_refused_before_the_work(
+        self, levels: Any
+    ) -> None:
+        built = []
+
+        def counted() -> Any:
+            built.append(True)
+            return build()
+
+        with pytest.raises(amp.AmpError, match=r"^(opt_levels?|keep_fp32|loss_scale): expected "):
+            compare(counted, batches, levels, 2)
+        assert not built
+
+    @pytest.mark.parametrize(
+        "given",
+        [{"build": 3}, {"batches": None}, {"loss": "mse"}],
+        ids=["build", "batches", "loss"],
+    )
+    def test_parts_of_a_training_that_are_none_are_refused(self, given: dict[str, Any]) -> None:
+        (name,) = given
+        with pytest.raises(amp.AmpError, match=f"^{name}: expected "):
+            compare(**{"build": build, "batches": batches, **given})
+        with pytest.raises(amp.AmpError, match=f"^{name}: expected "):
+            amp.tune(**{"build": build, "batches": batches, **given})
+
+    def test_warnings_of_others_are_passed_on_once(self) -> None:
+        def warning() -> Any:
+            warnings.warn("mine", UserWarning, stacklevel=1)
+            return build()
+
+        for call in (
+            lambda: compare(warning, batches, ["O5"], 2, turns=1, steps_a_turn=1),
+            lambda: amp.tune(warning, list(batches())),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call()
+            assert [(str(one.message), one.filename) for one in caught] == [("mine", __file__)]
+
+    def test_random_numbers_go_on_as_if_nothing_had_run(self) -> None:
+        def drawn() -> tuple[float, ...]:
+            return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+        for call in (
+            lambda: compare(build, batches, ["O5"], 2, turns=1, steps_a_turn=1),
+            lambda: amp.tune(build, batches),
+        ):
+            seed_everything(77)
+            expected = drawn()
+            seed_everything(77)
+            call()
+            assert drawn() == expected
 
     def test_o0_that_cannot_run_raises(self) -> None:
         def loss(model: nn.Module, batch: Batch) -> torch.Tensor:

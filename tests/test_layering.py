@@ -116,7 +116,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "tools.doctor_sources",
             "tools.extras",
             "tools.gradient_figures",
-            "tools.jobs",
+            "tools.level_arguments",
             "tools.live_memory",
             "tools.machine",
             "tools.matrix_sizes",
@@ -124,9 +124,11 @@ LAYERS: tuple[frozenset[str], ...] = (
             "tools.patient",
             "tools.plain_data",
             "tools.processes",
+            "tools.surroundings",
             "tools.verdict",
         }
     ),
+    frozenset({"tools.jobs"}),
     frozenset(
         {
             "tools.doctor_checks",

@@ -258,6 +258,27 @@ def test_bfloat16_needs_nothing_kept_there() -> None:
     assert tune(build, BATCHES, tolerance=0.05, opt_level="O5").kept == ()
 
 
+@pytest.mark.parametrize(("opt_level", "kept"), [("O2", "1"), ("O1", "torch.nn.functional.linear")])
+def test_exception_of_the_models_own_is_a_run_that_is_outside(opt_level: str, kept: str) -> None:
+    class HalfError(Exception):
+        pass
+
+    class Picky(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            if found.dtype is torch.float16:
+                raise HalfError
+            return found
+
+    def build_picky() -> tuple[nn.Module, Any]:
+        model = nn.Sequential(nn.Tanh(), Picky(8, 4), nn.Tanh())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    found = tune(build_picky, BATCHES, opt_level=opt_level)
+    assert found.is_within
+    assert found.kept == (kept,)
+
+
 @pytest.mark.parametrize("tolerance", [0, -1.0, float("inf"), "0.1"])
 def test_tolerance_must_be_a_number_above_0(tolerance: Any) -> None:
     with pytest.raises(amp.AmpError, match=r"^tolerance: expected a number above 0"):

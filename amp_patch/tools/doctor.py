@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from amp_patch.arguments import checked_count, checked_names, checked_optimizers, checked_rules
+from amp_patch.arguments import checked_optimizers
 from amp_patch.errors import AmpError
 from amp_patch.parsing import parse_bool
-from amp_patch.policy import resolve_policy
 from amp_patch.tools import doctor_checks, doctor_order
 from amp_patch.tools.diagnosis import Diagnosis, Finding
+from amp_patch.tools.level_arguments import level_setup
 from amp_patch.tools.patient import Patient
-from amp_patch.weights.exclusions import check_selectors, find_exclusions
+from amp_patch.weights.exclusions import find_exclusions
 from amp_patch.weights.model_checks import check_input_names
 
 CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
@@ -28,7 +27,6 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     doctor_order.check_stored_functions,
     doctor_order.check_order,
 )
-_PROPERTIES = inspect.signature(resolve_policy).parameters.keys() - {"opt_level"}
 
 
 def doctor(
@@ -63,18 +61,28 @@ def doctor(
     """
     if not isinstance(model, nn.Module):
         raise AmpError(f"doctor: expected a torch.nn.Module, found {type(model).__name__}")
-    unknown = sorted(properties.keys() - _PROPERTIES)
-    if unknown:
-        raise AmpError(f"doctor: expected arguments that initialize takes, found {unknown[0]!r}")
+    setup = level_setup(
+        "doctor",
+        opt_level=opt_level,
+        enabled=enabled,
+        keep_fp32=keep_fp32,
+        keep_inputs=keep_inputs,
+        cast_rules=cast_rules,
+        num_losses=num_losses,
+        verbosity=verbosity,
+        **properties,
+    )
     optimizers = checked_optimizers(optimizer)
     if len(optimizers) > 1:
         raise AmpError(f"doctor: expected one optimizer, found {len(optimizers)}; call it for each")
-    check_input_names([model], checked_names("keep_inputs", keep_inputs))
-    checked_count("num_losses", num_losses, minimum=1)
-    checked_count("verbosity", verbosity, minimum=0)
-    policy, rules = resolve_policy(opt_level, **properties), checked_rules(cast_rules)
-    selectors = check_selectors("keep_fp32", keep_fp32)
-    (exclusions,) = find_exclusions("keep_fp32", [model], selectors)
-    patient = Patient(model, next(iter(optimizers), None), policy, scheduler, exclusions, rules)
+    check_input_names([model], setup.keep_inputs)
+    patient = Patient(
+        model,
+        next(iter(optimizers), None),
+        setup.policy,
+        scheduler,
+        find_exclusions("keep_fp32", [model], setup.keep_fp32)[0],
+        setup.rules,
+    )
     checks = () if parse_bool("enabled", enabled) is False else CHECKS
     return Diagnosis.of(opt_level, [finding for check in checks for finding in check(patient)])

@@ -6,7 +6,6 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from amp_patch.api import initialize
 from amp_patch.errors import AmpError
 from amp_patch.slot import slot
 from amp_patch.state import step_was_skipped
+from amp_patch.tools.level_arguments import level_setup
 from amp_patch.training import scale_loss
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -35,9 +35,19 @@ class Variant:
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> Variant:
-        """From the name of a level, or from arguments for `initialize`."""
+        """From the name of a level, or from arguments for `initialize`.
+
+        Raises AmpError for what `initialize` would refuse whatever the model.
+        """
         if isinstance(given, str):
+            level_setup("opt_levels", opt_level=given)
             return cls(given, {"opt_level": given})
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise AmpError(
+                "opt_levels: expected names of levels, as 'O1', or dicts of arguments for "
+                f"initialize, found {given!r}"
+            )
+        level_setup("opt_levels", **given)
         others = {name: value for name, value in given.items() if name != "opt_level"}
         level = str(given.get("opt_level", "O1"))
         return cls(" ".join([level, *(f"{k}={v}" for k, v in others.items())]), dict(given))
@@ -79,6 +89,18 @@ class Job:
     build: Callable[[], Any]
     batches: Batches
     loss: Loss | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a part of a training."""
+        if not callable(self.build):
+            raise AmpError(f"build: expected a function, found {self.build!r}")
+        if not callable(self.batches) and not isinstance(self.batches, Iterable):
+            raise AmpError(
+                "batches: expected an iterable of batches, or a function that returns one, found "
+                f"{type(self.batches).__name__}"
+            )
+        if self.loss is not None and not callable(self.loss):
+            raise AmpError(f"loss: expected a function loss(model, batch), found {self.loss!r}")
 
     def built(self, seed: int) -> Training:
         """Build anew, with every generator of random numbers at `seed`."""
@@ -159,21 +181,6 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
-
-
-@contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Puts the generators of Python, torch (on every device) and numpy back afterwards."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
 
 
 def check_count(name: str, value: Any) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from amp_patch.errors import AmpError
 from amp_patch.slot import slot
-from amp_patch.tools.jobs import Loss, default_loss, random_numbers_kept
+from amp_patch.tools.jobs import Loss, default_loss
 from amp_patch.tools.operation_watch import Operation, OperationWatch, floating_tensors
 from amp_patch.tools.plain_data import plain_data
+from amp_patch.tools.surroundings import random_numbers_kept
 from amp_patch.tools.text_table import TextTable, share_text
 from amp_patch.weights.checkpoints import held_tensors
 from amp_patch.weights.model_casting import forward_arguments

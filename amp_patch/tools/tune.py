@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -18,12 +19,11 @@ from amp_patch.tools.gradient_figures import flat_gradient
 from amp_patch.tools.jobs import Batches, Job, Loss, Variant, check_count, refuse_open_session
 from amp_patch.tools.level_runs import Probe, probe
 from amp_patch.tools.record_casts import record_casts
+from amp_patch.tools.surroundings import own_warnings_caught, random_numbers_kept
 from amp_patch.tools.tuning import WHOLE_MODEL, Measurement, Tuning
 
 _IN_HALF = frozenset({"HALF"})
 _IN_FLOAT = frozenset({"FLOAT", "FLOAT_THROUGHOUT", "NORM", "BANNED"})
-# What a model can raise where an operation has no kernel for half.
-_NO_KERNEL = (NotImplementedError, RuntimeError, TypeError)
 
 Arguments = Callable[[list[str]], dict[str, Any]]
 
@@ -58,7 +58,9 @@ def tune(
         count: batches to measure on; the worst one counts.
         seed: of the random numbers, as in `compare`.
 
-    Raises AmpError for O0 and for arguments that do not fit. To be called where amp is not in use.
+    Raises AmpError for O0 and for arguments that do not fit; an exception in the run at O0 is
+    passed on, any other run that fails is outside the tolerance. Warnings and random numbers are
+    treated as by `compare`. To be called where amp is not in use.
 
         >>> import torch
         >>> def build():
@@ -77,11 +79,12 @@ def tune(
     if not isinstance(tolerance, (int, float)) or not 0 < tolerance < math.inf:
         raise AmpError(f"tolerance: expected a number above 0, found {tolerance!r}")
     refuse_open_session("tune")
-    job = Job(build, batches, loss).with_lasting_batches(count)
-    search = _Search(job, opt_level, tolerance, count, seed)
-    if level.casts_model:
-        return search.over_modules()
-    return search.over_operations(most_in_half=most_in_half)
+    with own_warnings_caught(), random_numbers_kept():
+        job = Job(build, batches, loss).with_lasting_batches(count)
+        search = _Search(job, opt_level, tolerance, count, seed)
+        if level.casts_model:
+            return search.over_modules()
+        return search.over_operations(most_in_half=most_in_half)
 
 
 class _Search:
@@ -149,7 +152,7 @@ class _Search:
         """Those of the loss and of the gradient, on the worst batch."""
         try:
             found = self._probes(Variant("", arguments))
-        except _NO_KERNEL:
+        except Exception:  # noqa: BLE001 (no kernel for half, or what the model itself raises)
             return math.inf, math.inf
         errors = [_errors(*pair) for pair in zip(found, self._reference, strict=True)]
         return max(one for one, _ in errors), max(one for _, one in errors)
@@ -161,7 +164,8 @@ class _Search:
         """The operations that run under one of these rules, in the order of their cost."""
         training = self._job.started(Variant.of(self._opt_level), self._seed)
         try:
-            with record_casts() as report:
+            # Where this level fails, those that ran until then.
+            with record_casts() as report, contextlib.suppress(Exception):
                 for batch in self._job.stream(self._count):
                     training.loss(training.model, batch)
         finally:
