@@ -109,7 +109,6 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "tools.bisection",
             "tools.call_sites",
-            "tools.command_arguments",
             "tools.device_probe",
             "tools.diagnosis",
             "tools.digits",
@@ -143,6 +142,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "tools.cast_report",
+            "tools.command_arguments",
             "tools.comparison_page",
             "tools.doctor",
             "tools.level_result",

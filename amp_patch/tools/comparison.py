@@ -14,6 +14,7 @@ from typing import Any
 from amp_patch.tools.comparison_page import comparison_page
 from amp_patch.tools.comparison_plot import comparison_figure
 from amp_patch.tools.gradient_figures import ExponentHistogram
+from amp_patch.tools.ink import check_picture_name
 from amp_patch.tools.level_result import LevelResult
 from amp_patch.tools.machine import Machine
 from amp_patch.tools.plain_data import plain_data
@@ -126,9 +127,10 @@ class Comparison:
     def plot(self, file: str | Path) -> None:
         """Write one picture (PNG, SVG or PDF, by the name): losses, time, memory, scale, range.
 
-        A PNG tells the SHA-256 of `to_json()` under the key "Figures". Raises AmpError where
-        matplotlib, of the extra "plots", is not installed.
+        A PNG tells the SHA-256 of `to_json()` under the key "Figures". Raises AmpError for the name
+        of another kind of file, and where matplotlib, of the extra "plots", is not installed.
         """
+        check_picture_name(file)
         is_png = Path(file).suffix.lower() == ".png"
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()
         figure = comparison_figure(self.levels, self.exponents)
