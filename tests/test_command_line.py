@@ -226,7 +226,5 @@ def test_picture_of_no_known_kind_is_refused_before_training(
 ) -> None:
     file = str(tmp_path / name)
     message = refusal(capsys, "compare", "--demo", "--plot", file)
-    assert (
-        f"expected the name of a picture, which ends in .png, .svg, .pdf or the like, found {file!r}"
-        in message
-    )
+    assert "expected the name of a picture, which ends in .png, .svg, .pdf or the like" in message
+    assert repr(file) in message

@@ -24,7 +24,7 @@ def importable(text: str) -> Any:
         sys.path.insert(0, here)
     try:
         return pkgutil.resolve_name(text)
-    except (Exception, SystemExit) as error:  # what the module itself raises, too
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the module raises what it likes)
         what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise argparse.ArgumentTypeError(f"cannot import {text!r}: {what}{error}") from None
 

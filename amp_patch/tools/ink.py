@@ -49,8 +49,8 @@ def colour_of(label: str, position: int) -> str:
 
 
 def dashes_of(label: str) -> Any:
-    """The line style of a level."""
-    return DASHES.get(label, "-")
+    """The line style of a level, the same for its variants ("O2 keep_fp32=head")."""
+    return DASHES.get(label.partition(" ")[0], "-")
 
 
 def check_picture_name(file: str | Path) -> None:
