@@ -201,6 +201,7 @@ def test_buffers_that_forward_replaces_are_put_back() -> None:
             self.average.add_(1)
             self.average = 0.9 * self.average + 0.1 * x.detach().mean()
             self.cache = x.detach()
+            self.register_buffer("added", x.detach())
             return x
 
     model = nn.Sequential(Average())
@@ -210,6 +211,24 @@ def test_buffers_that_forward_replaces_are_put_back() -> None:
     assert torch.equal(average, torch.zeros(1))  # type: ignore[arg-type]
     assert model[0].cache is None
     assert list(model.state_dict()) == ["0.average", "0.linear.weight", "0.linear.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_scripted_modules_are_left_as_they_were() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return self.linear(x)
+
+    scripted = torch.jit.script(Counting())
+    for model in (scripted, nn.Sequential(scripted)):
+        assert range_check(model, BATCH).findings == ()
+        assert torch.equal(scripted.calls, torch.zeros(1))
 
 
 def test_random_numbers_of_python_and_numpy_go_on_as_if_nothing_had_run() -> None:

@@ -17,7 +17,7 @@ from amp_patch.slot import slot
 from amp_patch.tools.jobs import Loss, default_loss
 from amp_patch.tools.operation_watch import Operation, OperationWatch, floating_tensors
 from amp_patch.tools.plain_data import plain_data
-from amp_patch.tools.surroundings import random_numbers_kept
+from amp_patch.tools.surroundings import model_kept, random_numbers_kept
 from amp_patch.tools.text_table import TextTable, share_text
 from amp_patch.weights.checkpoints import held_tensors
 from amp_patch.weights.model_casting import forward_arguments
@@ -191,12 +191,14 @@ class _RangeWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch's o
         The gradient of what a module returns may come as it is, or as a view.
         """
         with ExitStack() as stack:
-            enter = functools.partial(
-                self._entered, names=forward_arguments(self._model) or ["input"]
-            )
-            handle = self._model.register_forward_pre_hook(enter, with_kwargs=True)
-            stack.callback(handle.remove)
+            names = forward_arguments(self._model) or ["input"]
             for path, module in self._model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
+                if module is self._model:
+                    enter = functools.partial(self._entered, names=names)
+                    handle = module.register_forward_pre_hook(enter, with_kwargs=True)
+                    stack.callback(handle.remove)
                 left = functools.partial(self._left, path, stack)
                 stack.callback(module.register_forward_hook(left).remove)
             yield
@@ -255,27 +257,13 @@ def _refuse_half(model: nn.Module) -> None:
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Puts gradients, buffers and the state of random numbers back. No casts inside."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(one, one.detach().clone()) for one in model.buffers()]
-    holders = [(held, dict(held)) for held in (vars(one)["_buffers"] for one in model.modules())]
     session = slot.session
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept())
         if session is not None:
             stack.enter_context(session.context.suspended())
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for held, names in holders:  # a forward may have put other tensors in their place
-                held.clear()
-                held.update(names)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+        stack.enter_context(model_kept(model))
+        yield
 
 
 def _row(record: RangeRecord) -> tuple[str, ...]:

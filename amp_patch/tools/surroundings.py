@@ -1,4 +1,4 @@
-"""What a tool that trains by itself leaves as it was: random numbers and warnings of others."""
+"""What a tool that runs a model leaves as it was: the model, random numbers, others' warnings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
 
 from amp_patch.errors import AmpWarning
 
@@ -35,6 +36,40 @@ def _torch_kept() -> Iterator[None]:
     devices = range(torch.accelerator.device_count())
     with torch.random.fork_rng(devices, device_type="cpu" if kind is None else kind.type):
         yield
+
+
+@contextmanager
+def model_kept(model: nn.Module) -> Iterator[None]:
+    """Puts gradients and buffers back, the objects and their values. Begins without gradients."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    values = [(one, one.detach().clone()) for one in model.buffers()]
+    held = [(module, _buffers(module)) for module in model.modules()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, names in held:
+            _put_back(module, names)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return dict(vars(module)["_buffers"].items())
+
+
+def _put_back(module: nn.Module, names: dict[str, torch.Tensor | None]) -> None:
+    """Undo that a forward put other tensors in the place of buffers, or added some."""
+    now = _buffers(module)
+    for name in now.keys() - names.keys():
+        delattr(module, name)
+    for name, buffer in names.items():
+        if now.get(name) is not buffer:
+            setattr(module, name, buffer)
 
 
 @contextmanager
