@@ -175,3 +175,56 @@ def test_interrupt_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(command_line, "run_demo", interrupted)
     assert main(["demo"]) == INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("def (", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit('no data')", "SystemExit: no data"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("", "has no attribute 'build'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["compare", "doctor"])
+def test_module_that_cannot_be_imported_is_refused(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    source: str,
+    error: str,
+) -> None:
+    name = f"faulty_{abs(hash((command, source)))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refusal(capsys, command, f"{name}:build")
+    assert f"cannot import '{name}:build': " in message
+    assert error in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "json:__all__", "--batches", "json:loads"], "build: expected a function"),
+        (["compare", "json:loads", "--batches", "math:pi"], "batches: expected an iterable"),
+        (["doctor", "json:__all__"], "build: expected a function or a torch.nn.Module"),
+        (["doctor", "builtins:list"], "doctor: expected a torch.nn.Module, found NoneType"),
+    ],
+)
+def test_what_is_no_function_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == USAGE_ERROR
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["found.txt", "found", "png"])
+def test_picture_of_no_known_kind_is_refused_before_training(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    file = str(tmp_path / name)
+    message = refusal(capsys, "compare", "--demo", "--plot", file)
+    assert "expected the name of a picture, which ends in .png, .svg, .pdf or the like" in message
+    assert repr(file) in message

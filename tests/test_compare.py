@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import re
 import statistics
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,7 +34,7 @@ from amp_patch.tools.gradient_figures import (
     gradient_gaps,
     range_share,
 )
-from amp_patch.tools.jobs import Job, Variant, default_loss
+from amp_patch.tools.jobs import Job, Variant, default_loss, seed_everything
 from amp_patch.tools.level_result import LevelResult
 from amp_patch.tools.level_runs import (
     Divergence,
@@ -73,6 +77,15 @@ def a_comparison(*levels: LevelResult, spread: float = 0.1) -> Comparison:
     return Comparison(levels, 100, 1, (1.0, 1.0 + spread), exponents, Machine("2", "a cpu", 1))
 
 
+def words(found: Comparison) -> str:
+    """What is printed, without its line breaks."""
+    return " ".join(str(found).split())
+
+
+def interrupted(model: nn.Module, batch: Batch) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+
 class TestTraining:
     def test_o0_is_plain_torch_bit_for_bit(self) -> None:
         run = train(Job(build, batches), Variant.of("O0"), 3, STEPS).run
@@ -112,6 +125,21 @@ class TestTraining:
 
         train(Job(build_and_keep, batches), Variant.of("O1"), 0, 3)
         assert made[0][1].param_groups[0]["lr"] == 0.1 * 0.5**3
+
+    def test_skipped_step_holds_the_scheduler(self) -> None:
+        made: list[Any] = []
+
+        def build_and_keep() -> Any:
+            made.append(build_scheduled())
+            return made[-1]
+
+        def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+            return default_loss(model, batch) * 1e6
+
+        run = train(Job(build_and_keep, batches, loss), Variant.of("O2"), 0, STEPS).run
+        assert run.skipped
+        taken = STEPS - len(run.skipped)
+        assert made[0][1].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**taken)
 
     def test_batches_are_gone_through_again(self) -> None:
         job = Job(build, [torch.ones(1), torch.zeros(1)])
@@ -377,6 +405,18 @@ class TestCompare:
         assert found.baseline_losses == tuple(finals)
         assert found.spread == max(finals) - min(finals)
 
+    def test_seeds_that_make_no_difference_are_said(self) -> None:
+        def build_seeded() -> tuple[nn.Module, Any]:
+            torch.manual_seed(0)
+            return build()
+
+        fixed = [(torch.ones(4, 6), torch.ones(4, 3))]
+        found = compare(build_seeded, fixed, ["O4"], 4, turns=1, steps_a_turn=1)
+        assert found.spread == 0
+        assert "same from all 3 seeds" in words(found)
+        assert "O0 ends alike from all seeds" in found.verdict
+        assert "beyond" not in found.verdict
+
     def test_distance_is_from_the_same_seeds(self, found: Comparison) -> None:
         (own,), (reference,) = found["O1"].runs, found["O0"].runs
         assert found.distance(found["O1"]) == own.final_loss - reference.final_loss
@@ -417,6 +457,88 @@ class TestCompare:
         assert "O3 fails (RuntimeError: no kernel for this)" in found.verdict
         assert found["O5"].failure == ""
         assert "fails" in str(found)
+
+    def test_exception_of_the_models_own_is_the_failure_of_its_level(self) -> None:
+        class UnstableError(Exception):
+            pass
+
+        def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+            if next(model.parameters()).dtype is torch.float16:
+                raise UnstableError("half")
+            return default_loss(model, batch)
+
+        found = compare(build, batches, ["O3", "O5"], 2, loss=loss, turns=1, steps_a_turn=1)
+        assert (found["O3"].failure, found["O5"].failure) == ("UnstableError: half", "")
+        with pytest.raises(KeyboardInterrupt):
+            compare(build, batches, ["O3"], 2, loss=interrupted, turns=1)
+
+    @pytest.mark.parametrize(
+        "levels",
+        [
+            ["O1", "O7"],
+            ["o1"],
+            [{"opt_level": "O2", "nonsense": 1}],
+            [{"opt_level": "O2", "keep_fp32": 3}],
+            [{"opt_level": "O2", "loss_scale": "large"}],
+            [{1: "O2"}],
+            [1],
+            1,
+            None,
+        ],
+        ids=str,
+    )
+    def test_levels_that_initialize_would_refuse_are_refused_before_the_work(
+        self, levels: Any
+    ) -> None:
+        built = []
+
+        def counted() -> Any:
+            built.append(True)
+            return build()
+
+        with pytest.raises(amp.AmpError, match=r"^(opt_levels?|keep_fp32|loss_scale): expected "):
+            compare(counted, batches, levels, 2)
+        assert not built
+
+    @pytest.mark.parametrize(
+        "given",
+        [{"build": 3}, {"batches": None}, {"loss": "mse"}],
+        ids=["build", "batches", "loss"],
+    )
+    def test_parts_of_a_training_that_are_none_are_refused(self, given: dict[str, Any]) -> None:
+        (name,) = given
+        with pytest.raises(amp.AmpError, match=f"^{name}: expected "):
+            compare(**{"build": build, "batches": batches, **given})
+        with pytest.raises(amp.AmpError, match=f"^{name}: expected "):
+            amp.tune(**{"build": build, "batches": batches, **given})
+
+    def test_warnings_of_others_are_passed_on_once(self) -> None:
+        def warning() -> Any:
+            warnings.warn("mine", UserWarning, stacklevel=1)
+            return build()
+
+        for call in (
+            lambda: compare(warning, batches, ["O5"], 2, turns=1, steps_a_turn=1),
+            lambda: amp.tune(warning, list(batches())),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call()
+            assert [(str(one.message), one.filename) for one in caught] == [("mine", __file__)]
+
+    def test_random_numbers_go_on_as_if_nothing_had_run(self) -> None:
+        def drawn() -> tuple[float, ...]:
+            return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+        for call in (
+            lambda: compare(build, batches, ["O5"], 2, turns=1, steps_a_turn=1),
+            lambda: amp.tune(build, batches),
+        ):
+            seed_everything(77)
+            expected = drawn()
+            seed_everything(77)
+            call()
+            assert drawn() == expected
 
     def test_o0_that_cannot_run_raises(self) -> None:
         def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -516,6 +638,72 @@ class TestVerdict:
     def test_level_that_skips_every_step_is_no_winner(self) -> None:
         rows = [Standing("O0", 1.0, 0.0), Standing("O1", 0.2, 0.0, skips_all=True)]
         assert verdict(rows, 0.1) == "No other level trains as O0 does. O1 skips every step."
+
+    def test_sound_levels_come_before_those_that_are_not(self) -> None:
+        """So that "too" follows what it refers to."""
+        rows = [
+            Standing("O0", 1.0, 0.0),
+            Standing("O2", 1.1, 0.0),
+            Standing("O4", 1.2, 0.5),
+            Standing("O1", 1.6, 0.0),
+        ]
+        assert verdict(rows, 0.1).partition(". ")[2] == (
+            "O1 does too, but takes 1.6 times as long; "
+            "O4 ends with a loss 0.5 higher, beyond the spread of 0.1."
+        )
+
+    def test_levels_are_inside_too_only_if_the_best_one_is(self) -> None:
+        rows = [Standing("O0", 1.0, 0.0), Standing("O2", 0.5, -0.5)]
+        others = [Standing("O4", 0.8, 0.0), Standing("O1", 3.0, 0.0), Standing("O5", 3.0, -0.3)]
+        assert verdict([*rows, *others], 0.1).partition(". ")[2] == (
+            "O4 stays inside it; O1 does too, but takes 3.0 times as long; "
+            "O5 ends 0.3 lower, but takes 3.0 times as long."
+        )
+        assert verdict([*rows, others[1]], 0.1).partition(". ")[2] == (
+            "O1 stays inside it, but takes 3.0 times as long."
+        )
+
+    @pytest.mark.parametrize(
+        "unsound",
+        [
+            Standing("O3", 0.6, 0.5),
+            Standing("O3", 0.6, math.nan, "diverges at step 3 in `w`"),
+            Standing("O3", 0.6, 0.0, skips_all=True),
+        ],
+        ids=["too high", "diverges", "skips"],
+    )
+    def test_faster_level_that_is_not_sound_is_not_denied(self, unsound: Standing) -> None:
+        rows = [Standing("O0", 1.0, 0.0), Standing("O2", 1.3, 0.0), unsound]
+        assert verdict(rows, 0.1).startswith(
+            "No level that trains as O0 does is faster than O0 here: the fastest of those, O2, "
+            "takes 1.3 times as long, and its loss stays inside O0's spread. O3 "
+        )
+
+    def test_without_a_spread_no_loss_is_beyond_it(self) -> None:
+        rows = [Standing("O0", 1.0, 0.0), Standing("O4", 0.9, 0.002), Standing("O2", 2.0, -9e-6)]
+        assert verdict(rows, 0.0) == (
+            "O4 is 1.1 times faster than O0, and its loss ends 0.002 higher (O0 ends alike from "
+            "all seeds: nothing says what chance does). O2 ends 9e-06 lower, but takes 2.0 times "
+            "as long."
+        )
+
+    @pytest.mark.parametrize(
+        ("finals", "where"),
+        [
+            ((1.0, 1.1, math.nan), "seed 2"),
+            ((1.0, math.nan, 1.1), "seed 1"),
+            ((1.0, math.nan, math.nan), "seeds 1, 2"),
+        ],
+    )
+    def test_baseline_that_diverges_from_another_seed_is_said(
+        self, finals: tuple[float, ...], where: str
+    ) -> None:
+        levels = LevelResult("O0", (a_run(1.0),), step_ratio=1.0), LevelResult("O2", (a_run(1.0),))
+        found = replace(a_comparison(*levels), baseline_losses=finals)
+        assert found.verdict.startswith(f"O0 itself diverges from {where} of 3, so there is ")
+        rest = [one for one in finals if not math.isnan(one)]
+        assert found.spread == max(rest) - min(rest)
+        assert f"O0 diverges from {where} of 3, those from the others lie" in words(found)
 
     def test_bad_baseline_is_said_first(self) -> None:
         rows = [Standing("O0", 1.0, math.nan, "diverges at step 3 in `w`"), Standing("O1", 1, 0)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -146,13 +148,125 @@ class TestSpeed:
         assert all(one.ratio > 0 for one in found.values())
 
 
+class TestArguments:
+    """`doctor` takes what `initialize` takes."""
+
+    def test_those_of_initialize_are_all_taken(self) -> None:
+        model, optimizer = build()
+        given = inspect.signature(amp.initialize).parameters
+        defaults = {
+            name: given[name].default for name in [*given][3:]
+        }  # models, optimizers, enabled
+        defaults["opt_level"] = "O2"
+        assert doctor(model, optimizer, enabled=True, **defaults) == doctor(model, optimizer, "O2")
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"keep_fp32": ["nothing"]}, "^keep_fp32: 'nothing' selects nothing"),
+            ({"keep_fp32": 3}, "^keep_fp32: expected modules"),
+            ({"keep_inputs": ["y"]}, "^keep_inputs: expected names of arguments of forward"),
+            ({"cast_rules": "none of these"}, "cast_rules|preset"),
+            ({"num_losses": 0}, "^num_losses: expected"),
+            ({"verbosity": -1}, "^verbosity: expected"),
+            ({"enabled": "perhaps"}, "^enabled: expected"),
+            ({"loss_scale": "large"}, "^loss_scale: expected"),
+            (
+                {"nonsense": 1},
+                "^doctor: expected arguments that initialize takes, found 'nonsense'",
+            ),
+            ({"optimizer": 3}, "^optimizers: expected an optimizer"),
+            (
+                {"optimizer": [*build()[1:], *build()[1:]]},
+                "^doctor: expected one optimizer, found 2",
+            ),
+        ],
+    )
+    def test_what_is_refused(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(amp.AmpError, match=message):
+            doctor(nn.Sequential(nn.Linear(8, 8)), **{"opt_level": "O2", **given})
+
+    def test_nothing_is_wrong_with_what_is_not_enabled(self) -> None:
+        assert doctor(*build(), "O3", enabled=False).findings == ()
+
+    def test_what_is_kept_in_fp32_loses_nothing(self) -> None:
+        model = nn.Sequential(
+            nn.Linear(127, 65), nn.LayerNorm(65, eps=1e-12), Masking(), nn.BCELoss()
+        )
+        model.register_buffer("table", torch.tensor([1e6]))
+        optimizer = torch.optim.Adam(model.parameters())
+        (path, *_), expected = (
+            ["table"],
+            {"eps", "mask constant", "bce after sigmoid", "size off 8"},
+        )
+        assert kinds(doctor(model, optimizer, "O3")) == {*expected, "buffer"}
+        assert kinds(doctor(model, optimizer, "O3", keep_fp32=[path])) == expected
+        found = doctor(model, optimizer, "O3", keep_fp32=["1", Masking])
+        assert {one.where for one in found.of_kind("eps")} == {"Adam"}
+        assert found.of_kind("mask constant") == ()
+        assert doctor(model, optimizer, "O3", keep_fp32="*").findings == ()
+
+    def test_mask_of_one_of_two_of_a_kind_is_still_found(self) -> None:
+        model = nn.Sequential(Masking(), Masking())
+        found = doctor(model, None, "O2", keep_fp32=["0"]).of_kind("mask constant")
+        assert {one.where.partition(" ")[0] for one in found} == {"1"}
+
+
 class TestStoredFunctions:
-    def test_function_in_an_attribute_is_found(self) -> None:
+    @pytest.mark.parametrize(
+        "store",
+        [
+            lambda m: {"act": m},
+            lambda m: [m],
+            lambda m: ([{"act": (m,)}],),
+            lambda m: {m},
+            lambda m: functools.partial(m, dim=-1),
+            lambda m: lambda x, act=m: act(x, -1),
+            lambda m: lambda x: m(x, -1),
+            lambda m: argparse.Namespace(act=m),
+        ],
+        ids=["dict", "list", "nested", "set", "partial", "default", "closure", "object"],
+    )
+    @pytest.mark.parametrize("function", [torch.softmax, F.kl_div], ids=["builtin", "python"])
+    def test_function_that_is_held_by_what_an_attribute_holds_is_found(
+        self, store: Any, function: Any
+    ) -> None:
         model = nn.Sequential(nn.Linear(8, 8))
-        model.act = torch.softmax
+        model.act = store(function)
         (finding,) = doctor(model, None, "O1").of_kind("stored function")
         assert finding.where == "Sequential.act"
+        assert finding.text.startswith(f"holds {function.__name__}, ")
         assert doctor(model, None, "O2").of_kind("stored function") == ()
+
+    def test_findings_are_what_is_not_cast(self) -> None:
+        class Stored(nn.Module):
+            shared = staticmethod(torch.matmul)
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.own = torch.matmul
+                self.table = {"mm": torch.matmul}
+                self.dtypes: dict[str, torch.dtype] = {}
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                stored = {"own": self.own, "table": self.table["mm"], "shared": self.shared}
+                self.dtypes.update({name: one(x, x).dtype for name, one in stored.items()})
+                return x
+
+        model = nn.Sequential(Stored())
+        found = doctor(model, None, "O1").of_kind("stored function")
+        amp.initialize(model, opt_level="O1", verbosity=0)
+        model(torch.ones(8, 8))
+        dtypes: Any = model[0].dtypes
+        plain = {name for name, dtype in dtypes.items() if dtype is torch.float32}
+        assert {one.where for one in found} == {f"0.{name}" for name in plain}
+        assert plain == {"table", "shared"}
+
+    def test_cyclic_references_and_the_model_itself_are_no_trap(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8))
+        model.act, model.own = torch.softmax, [model]
+        model.own.append(model.own)  # type: ignore[operator, union-attr]
+        assert doctor(model, None, "O1").of_kind("stored function") == ()
 
     def test_after_initialize_it_is_the_wrapper_that_is_stored(self) -> None:
         model = amp.initialize(nn.Sequential(nn.Linear(8, 8)), opt_level="O1", verbosity=0)

@@ -118,14 +118,13 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "tools.bisection",
             "tools.call_sites",
-            "tools.command_arguments",
             "tools.device_probe",
             "tools.diagnosis",
             "tools.digits",
             "tools.doctor_sources",
             "tools.extras",
             "tools.gradient_figures",
-            "tools.jobs",
+            "tools.level_arguments",
             "tools.live_memory",
             "tools.machine",
             "tools.matrix_sizes",
@@ -133,9 +132,11 @@ LAYERS: tuple[frozenset[str], ...] = (
             "tools.patient",
             "tools.plain_data",
             "tools.processes",
+            "tools.surroundings",
             "tools.verdict",
         }
     ),
+    frozenset({"tools.jobs"}),
     frozenset(
         {
             "tools.doctor_checks",
@@ -150,6 +151,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "tools.cast_report",
+            "tools.command_arguments",
             "tools.comparison_page",
             "tools.doctor",
             "tools.level_result",

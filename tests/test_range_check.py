@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +84,84 @@ def test_weights_and_buffers_are_looked_at() -> None:
     assert (finding.phase, finding.operation, finding.largest) == ("weights", "table", 1e6)
 
 
+class Scaled(nn.Module):
+    """Takes an input that float16 does not hold to values that it does."""
+
+    def __init__(self, table: float = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = torch.full((8,), table)  # neither a parameter nor a buffer
+        with torch.no_grad():
+            self.linear.weight.fill_(2.0**-14)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.linear(x) if shift is None else self.linear(x).div(shift)
+        return x.div(self.table)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("x", lambda m, batch: m(batch["large"])),
+        ("x", lambda m, batch: m(x=batch["large"])),
+        ("shift", lambda m, batch: m(batch["ones"], batch["large"])),
+        ("shift", lambda m, batch: m(batch["ones"], shift=batch["large"])),
+    ],
+)
+def test_inputs_of_the_model_are_looked_at(name: str, call: Any) -> None:
+    batch = {"ones": torch.ones(4, 8), "large": torch.full((4, 8), 7e4)}
+    report = range_check(Scaled(), [batch], lambda m, batch: call(m, batch).sum())
+    first = report.findings[0]
+    assert (first.module, first.phase, first.operation) == ("Scaled", "input", name)
+    assert first.overflowed == {"float16": 32, "bfloat16": 0}
+
+
+def test_tensors_that_a_module_holds_by_the_way_are_looked_at() -> None:
+    report = range_check(nn.Sequential(Scaled(7e4)), [torch.ones(4, 8)], lambda m, x: m(x).sum())
+    first = report.findings[0]
+    assert (first.module, first.phase, first.operation) == ("0", "weights", "table")
+
+
+@pytest.mark.filterwarnings("ignore::amp_patch.AmpWarning")  # of the skip at twice the scale
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(lambda m, x: m(x).sum(), id="expanded"),
+        pytest.param(lambda m, x: m(x)[0, 0] * 8, id="selected"),
+        pytest.param(lambda m, x: m(x[:1])[:, :1].reshape(()), id="as it is"),
+    ],
+)
+def test_no_gradient_overflows_at_the_largest_scale(loss: Any, opt_level: str) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.full((4, 8), 1e-3)
+    scale = range_check(model, [x], loss).largest_scale
+    for times, is_skipped in ((1, False), (2, True)):
+        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=times * scale, verbosity=0)
+        with amp.scale_loss(loss(model, x), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) is is_skipped
+        amp.uninitialize()
+
+
+def test_no_hook_stays() -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    model = Returns()
+    range_check(model, [torch.ones(1)], lambda m, x: m(x).sum())
+    assert not model.weight._backward_hooks  # noqa: SLF001 (no public name)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_values_that_become_zero_are_found() -> None:
     class Small(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,6 +186,62 @@ def test_model_is_afterwards_what_it_was() -> None:
     assert_identical(dict(model.state_dict()), before)
     assert model[3].bias.grad is gradient  # type: ignore[union-attr]
     assert model[0].weight.grad is None  # type: ignore[union-attr]
+
+
+def test_buffers_that_forward_replaces_are_put_back() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("average", torch.zeros(1))
+            self.register_buffer("cache", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            self.average.add_(1)
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean()
+            self.cache = x.detach()
+            self.register_buffer("added", x.detach())
+            return x
+
+    model = nn.Sequential(Average())
+    average = model[0].average
+    range_check(model, BATCH)
+    assert model[0].average is average
+    assert torch.equal(average, torch.zeros(1))  # type: ignore[arg-type]
+    assert model[0].cache is None
+    assert list(model.state_dict()) == ["0.average", "0.linear.weight", "0.linear.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_scripted_modules_are_left_as_they_were() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return self.linear(x)
+
+    scripted = torch.jit.script(Counting())
+    for model in (scripted, nn.Sequential(scripted)):
+        assert range_check(model, BATCH).findings == ()
+        assert torch.equal(scripted.calls, torch.zeros(1))
+
+
+def test_random_numbers_of_python_and_numpy_go_on_as_if_nothing_had_run() -> None:
+    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0]).sum() * (random.random() + np.random.rand())
+
+    random.seed(3)
+    np.random.seed(3)
+    range_check(nn.Linear(8, 8), BATCH, noisy)
+    found = random.random(), np.random.rand()
+    random.seed(3)
+    np.random.seed(3)
+    assert found == (random.random(), np.random.rand())
 
 
 def test_casts_are_off_inside() -> None:

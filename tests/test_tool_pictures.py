@@ -97,6 +97,15 @@ class TestPictures:
         report.plot(tmp_path / "casts.png")
         assert png_size(tmp_path / "casts.png")[0] == WIDTH
 
+    @pytest.mark.parametrize("name", ["found.txt", "found", "found.xlsx"])
+    def test_file_of_another_kind_is_refused(
+        self, comparison: Comparison, tmp_path: Path, name: str
+    ) -> None:
+        for found in (comparison, CastReport()):
+            with pytest.raises(amp.AmpError, match=r"^expected the name of a picture"):
+                found.plot(tmp_path / name)
+        assert not list(tmp_path.iterdir())
+
     def test_empty_report_can_be_drawn(self, tmp_path: Path) -> None:
         CastReport().plot(tmp_path / "casts.png")
         assert png_size(tmp_path / "casts.png")[0] == WIDTH
@@ -117,6 +126,32 @@ class TestPictures:
         assert min(text.get_fontsize() for text in texts) >= 7.5  # exponents of ticks are smallest
         plain = [text for text in texts if "mathdefault" not in text.get_text()]
         assert min(text.get_fontsize() for text in plain) >= 9
+
+    def test_long_labels_leave_room_for_the_pictures(self, comparison: Comparison) -> None:
+        labels = [f"O2 keep_fp32=['decoder.{i}', '$head$'] loss_scale=128.0" for i in range(5)]
+        levels = [comparison.levels[0], *(a_level(label, 0.5, 128.0) for label in labels)]
+        figure = comparison_figure(levels, comparison.exponents)
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        for box in (legend.get_window_extent(), *(one.get_tightbbox() for one in figure.axes)):
+            assert 0 <= box.x0 < box.x1 <= WIDTH
+        assert min(axes.get_window_extent().width for axes in figure.axes) > WIDTH / 3
+        shown = ["".join(one.get_text().split()) for one in legend.get_texts()]
+        assert shown == ["O0", *("".join(one.replace("$", r"\$").split()) for one in labels)]
+
+    @pytest.mark.parametrize("step", [0, 1, 31])
+    def test_every_level_that_diverges_has_a_mark_and_a_name(
+        self, comparison: Comparison, step: int
+    ) -> None:
+        ends = [a_level(label, 0.5, 1.0, diverges_at=step) for label in ("O1", "O2", "O3")]
+        figure = comparison_figure([comparison.levels[0], *ends], comparison.exponents)
+        marks = [line for line in figure.axes[0].lines if line.get_marker() == "X"]
+        assert [line.get_color() for line in marks] == [ink.COLOURS[one.label] for one in ends]
+        assert all(len(line.get_xdata()) == 1 for line in marks)
+        named = [one.get_text() for one in figure.legends[0].get_texts()]
+        assert named == ["O0", *(f"{one.label}\ndiverges at step {step}" for one in ends)]
+        if step == 0:  # no loss says where: they are told apart by their height
+            assert len({float(line.get_ydata()[0]) for line in marks}) == len(marks)
 
     def test_style_of_the_users_own_pictures_is_left_alone(self, comparison: Comparison) -> None:
         import matplotlib as mpl

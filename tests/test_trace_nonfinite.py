@@ -150,6 +150,43 @@ def test_operation_in_place_is_found() -> None:
     assert raised.value.found.operation == "mul_"
 
 
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        lambda x: x.mul_(1e30),
+        lambda x: x.copy_(x * 1.0).pow_(4),
+        lambda x: torch.mul(x, 1e30, out=x),
+        lambda x: torch._foreach_mul_([x], 1e30),
+    ],
+    ids=["in place", "pow_", "out", "foreach"],
+)
+def test_input_that_is_overwritten_is_told_as_it_came_in(overwrite: Any) -> None:
+    with pytest.raises(NonFiniteError) as caught, trace_nonfinite(nn.Identity()):
+        overwrite(torch.full((3,), 1e20))
+    first = caught.value.found.inputs[0]
+    assert (first.largest, first.infs, first.nans) == (pytest.approx(1e20), 0, 0)
+    assert caught.value.found.output.infs == 3
+
+
+def test_healthy_ctc_is_let_through() -> None:
+    """Its kernel keeps the logarithms of the probabilities of prefixes, also of impossible ones."""
+    model = nn.Linear(4, 5)
+    labels, lengths = torch.tensor([[1, 2, 3], [1, 1, 4]]), torch.tensor([3, 3])
+    with trace_nonfinite(model):
+        scores = model(torch.randn(10, 2, 4)).log_softmax(-1)
+        F.ctc_loss(scores, labels, torch.tensor([10, 10]), lengths).backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.isfinite().all()
+
+
+def test_ctc_of_labels_that_cannot_be_reached_is_a_fault() -> None:
+    model = nn.Linear(4, 5)
+    labels, lengths = torch.tensor([[1, 2, 3]]), torch.tensor([3])
+    with pytest.raises(NonFiniteError, match="_ctc_loss"), trace_nonfinite(model):
+        scores = model(torch.randn(2, 1, 4)).log_softmax(-1)  # shorter than the labels
+        F.ctc_loss(scores, labels, torch.tensor([2]), lengths)
+
+
 def test_cast_that_overflows_is_found() -> None:
     model = amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
     with pytest.raises(NonFiniteError) as raised, trace_nonfinite(model):

@@ -68,6 +68,71 @@ def test_arguments_are_for_initialize_and_hold_what_they_promise() -> None:
     assert loss.isfinite()
 
 
+class OwnForward(nn.Module):
+    """What overflows is computed by the forward of the model itself, in none of its children."""
+
+    def __init__(self, children: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4) * 0.1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(children))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        exponentials = (x + 12).exp()
+        x = (exponentials / exponentials.sum(-1, keepdim=True)) @ self.weight
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("children", [0, 2])
+def test_forward_of_the_model_itself_is_a_candidate(children: int) -> None:
+    def build_own() -> tuple[nn.Module, Any]:
+        model = OwnForward(children)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    found = tune(build_own, BATCHES, tolerance=0.05, opt_level="O2")
+    assert found.is_within
+    assert dict(found.arguments) == {"opt_level": "O2", "keep_fp32": ["*"]}
+    model, optimizer = build_own()
+    amp.initialize(model, optimizer, verbosity=0, **found.arguments)
+    assert model(BATCHES[0][0]).isfinite().all()
+
+
+@pytest.mark.parametrize("value", [7e4, 1.0 + 2.0**-20])
+def test_with_the_whole_model_kept_nothing_is_rounded(value: float) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    x = torch.full((2, 8), value)
+    expected = model(x)
+    amp.initialize(model, opt_level="O2", keep_fp32="*", verbosity=0)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_precision_is_acquitted_only_by_a_run_without_half(opt_level: str) -> None:
+    """The loss of the first call is another one whatever the precision: nothing helps."""
+    calls = iter(range(1_000))
+    dtypes: list[set[torch.dtype]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            dtypes[-1].add(found.dtype)
+            return found
+
+    def build_watched() -> tuple[nn.Module, Any]:
+        dtypes.append(set())
+        model = nn.Sequential(Watched(8, 8), Watched(8, 4))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def drifting(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0]).square().mean() + next(calls)
+
+    found = tune(build_watched, BATCHES, drifting, opt_level=opt_level)
+    assert not found.is_within
+    assert "Even with everything kept in FP32" in str(found)
+    assert {torch.float32} in dtypes[1:]  # the first is the reference
+
+
 def test_without_need_nothing_is_kept() -> None:
     found = tune(build_harmless, BATCHES, tolerance=0.05, opt_level="O2")
     assert dict(found.arguments) == {"opt_level": "O2"}
@@ -132,6 +197,37 @@ class TestOperations:
         assert found.kept == ("torch.bmm",)
         assert "cast_rules=amp.resolve_rules(float=['torch.bmm'])" in str(found)
 
+    def test_operations_of_later_batches_are_candidates_too(self) -> None:
+        class Sometimes(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if x.shape[0] > 8:
+                    x = torch.bmm(x[None] * 1e3, torch.ones(1, 8, 8))[0]  # up to 80,000
+                    return (x * 10).log1p()
+                return x
+
+        def build_sometimes() -> tuple[nn.Module, Any]:
+            model = nn.Sequential(Sometimes(), nn.Linear(8, 4))
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        batches = [*BATCHES, (torch.full((16, 8), 10.0), torch.arange(16) % 4)]
+        found = tune(build_sometimes, batches, opt_level="O1", count=2)
+        assert found.is_within
+        assert found.kept == ("torch.bmm",)
+
+    def test_what_the_rules_compute_in_half_is_looked_at_where_the_rest_does_not_help(self) -> None:
+        class Large(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return (torch.bmm(x[None] * 1e5, torch.ones(1, 8, 8))[0] * 10).log1p()
+
+        def build_large() -> tuple[nn.Module, Any]:
+            model = nn.Sequential(Large(), nn.Linear(8, 4))
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        found = tune(build_large, BATCHES, opt_level="O1", most_in_half=True)
+        assert found.is_within
+        assert found.kept == ("torch.bmm",)
+        assert found.moved == ()
+
     def test_without_need_the_level_is_left_alone(self) -> None:
         found = tune(build_harmless, BATCHES, tolerance=0.05, opt_level="O1")
         assert dict(found.arguments) == {"opt_level": "O1"}
@@ -160,6 +256,27 @@ def test_worst_batch_counts() -> None:
 
 def test_bfloat16_needs_nothing_kept_there() -> None:
     assert tune(build, BATCHES, tolerance=0.05, opt_level="O5").kept == ()
+
+
+@pytest.mark.parametrize(("opt_level", "kept"), [("O2", "1"), ("O1", "torch.nn.functional.linear")])
+def test_exception_of_the_models_own_is_a_run_that_is_outside(opt_level: str, kept: str) -> None:
+    class HalfError(Exception):
+        pass
+
+    class Picky(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            if found.dtype is torch.float16:
+                raise HalfError
+            return found
+
+    def build_picky() -> tuple[nn.Module, Any]:
+        model = nn.Sequential(nn.Tanh(), Picky(8, 4), nn.Tanh())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    found = tune(build_picky, BATCHES, opt_level=opt_level)
+    assert found.is_within
+    assert found.kept == (kept,)
 
 
 @pytest.mark.parametrize("tolerance", [0, -1.0, float("inf"), "0.1"])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amp_patch.tools.ink import BLUE, ORANGE, ink, new_figure
+from amp_patch.tools.ink import BLUE, ORANGE, check_picture_name, ink, new_figure
 from amp_patch.tools.plain_data import plain_data
 from amp_patch.tools.text_table import TextTable, bytes_text
 
@@ -140,8 +140,10 @@ class CastReport:
     def plot(self, file: str | Path) -> None:
         """Write a picture: a bar for each of the places whose casts move the most bytes.
 
-        Raises AmpError where matplotlib, of the extra "plots", is not installed.
+        Raises AmpError for a name that is not that of a picture (PNG, SVG, PDF), and where
+        matplotlib, of the extra "plots", is not installed.
         """
+        check_picture_name(file)
         records = [record for record in self.records if record.moved][:_BARS]
         divisor, unit = _unit(max((record.moved for record in records), default=0))
         forward = [record.cast_bytes / divisor for record in records]

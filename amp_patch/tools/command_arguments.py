@@ -10,6 +10,7 @@ from typing import Any
 
 from amp_patch.errors import AmpError
 from amp_patch.policy import parse_opt_level
+from amp_patch.tools.ink import check_picture_name
 
 USAGE_ERROR = 2  # the exit code with which argparse ends, too
 
@@ -23,8 +24,9 @@ def importable(text: str) -> Any:
         sys.path.insert(0, here)
     try:
         return pkgutil.resolve_name(text)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"cannot import {text!r}: {error}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the module raises what it likes)
+        what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise argparse.ArgumentTypeError(f"cannot import {text!r}: {what}{error}") from None
 
 
 def opt_levels(text: str) -> tuple[str, ...]:
@@ -51,3 +53,12 @@ def writable_file(text: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing folder, found {text!r}")
     return path
+
+
+def picture_file(text: str) -> Path:
+    """The same for a picture, whose kind the name tells."""
+    try:
+        check_picture_name(text)
+    except AmpError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return writable_file(text)

@@ -28,22 +28,12 @@ from amp_patch.tools.level_runs import (
 )
 from amp_patch.tools.machine import describe_machine
 from amp_patch.tools.processes import OwnProcesses, Place
+from amp_patch.tools.surroundings import own_warnings_caught, random_numbers_kept
 
 BASELINE = "O0"
 BASELINE_SEEDS = 3  # at least: fewer have no spread worth the name
 WARM_UP = 2
 PROBE_WEIGHTS = ("start", "end")
-# What a model can raise at one level and not at another; what a user does (KeyboardInterrupt) ends
-# the whole.
-_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 Progress = Callable[[int, int, str], object]
 
@@ -66,8 +56,9 @@ def compare(
     Args:
         build: a function that returns `(model, optimizer)`, or `(model, optimizer, scheduler)`,
             in FP32, built anew at each call. Called after every generator of random numbers was
-            seeded, so that all levels start from the same weights; a scheduler steps with the
-            optimizer.
+            seeded, so that all levels start from the same weights: it must not seed them itself,
+            or the seeds of O0 make no difference. A scheduler steps after the optimizer,
+            but for steps that are skipped.
         batches: an iterable of batches, or a function that returns one, called after seeding. Gone
             through again where it has fewer than `steps`.
         opt_levels: names of levels, or dicts of arguments for `initialize`
@@ -83,8 +74,9 @@ def compare(
         progress: called as `progress(done, total, what)` before each piece of work.
 
     The levels run one after another, each undone afterwards. Raises AmpError for arguments that do
-    not fit and where O0 itself cannot run; another level that fails is reported in the result.
-    Must be called where amp is not in use.
+    not fit, before anything is trained. An exception at O0 is passed on; another level that fails
+    is reported in the result. Warnings, other than those of amp, are issued at the end, each once;
+    random numbers go on as if nothing had run. Must be called where amp is not in use.
 
         >>> def build():
         ...     model = torch.nn.Linear(4, 1)
@@ -98,9 +90,11 @@ def compare(
     for name, value in counts.items():
         check_count(name, value)
     refuse_open_session("compare")
-    job = Job(build, batches, loss).with_lasting_batches(steps)
-    plan = _Plan(job, _variants(opt_levels), steps, seeds, turns, steps_a_turn)
-    with closing(OwnProcesses() if isolate else Place()) as place:
+    variants = _variants(opt_levels)
+    place = OwnProcesses() if isolate else Place()
+    with closing(place), own_warnings_caught(), random_numbers_kept():
+        job = Job(build, batches, loss).with_lasting_batches(steps)
+        plan = _Plan(job, variants, steps, seeds, turns, steps_a_turn)
         return _Experiment(plan, place, progress or _ignore).run()
 
 
@@ -111,6 +105,8 @@ def _ignore(done: int, total: int, what: str) -> None:
 def _variants(opt_levels: Iterable[str | Mapping[str, Any]]) -> tuple[Variant, ...]:
     if isinstance(opt_levels, (str, Mapping)):
         opt_levels = [opt_levels]
+    if not isinstance(opt_levels, Iterable):
+        raise AmpError(f"opt_levels: expected names of levels, as ['O1'], found {opt_levels!r}")
     found = [Variant.of(given) for given in opt_levels]
     others = {one.label: one for one in found if one.label != BASELINE}
     if len(others) < sum(one.label != BASELINE for one in found):
@@ -177,7 +173,7 @@ class _Experiment:
             return None
         try:
             return self._place.call(variant.label, function, self._plan.job, variant, *more)
-        except _FAILURES as error:
+        except Exception as error:  # a model raises what it likes
             if variant.label == BASELINE:
                 raise
             first_line = str(error).partition("\n")[0]

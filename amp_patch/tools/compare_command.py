@@ -14,6 +14,7 @@ from amp_patch.tools.command_arguments import (
     USAGE_ERROR,
     importable,
     opt_levels,
+    picture_file,
     positive_count,
     writable_file,
 )
@@ -32,10 +33,12 @@ def add_command(commands: Any) -> None:
     )
     _add_what_to_train(parser)
     _add_how_much(parser)
-    for name, text in (("html", "a page"), ("plot", "a picture"), ("json", "the figures")):
-        parser.add_argument(
-            f"--{name}", type=writable_file, metavar="FILE", help=f"write {text} to FILE"
-        )
+    for name, kind, text in (
+        ("html", writable_file, "a page"),
+        ("plot", picture_file, "a picture (PNG, SVG or PDF)"),
+        ("json", writable_file, "the figures"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, metavar="FILE", help=f"write {text} to FILE")
     parser.set_defaults(run=run)
 
 
@@ -110,12 +113,12 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return USAGE_ERROR
     print(found)
+    if options.json:  # first, since it needs no more than the figures
+        found.to_json(options.json)
     if options.html:
         found.to_html(options.html)
     if options.plot:
         found.plot(options.plot)
-    if options.json:
-        found.to_json(options.json)
     return 0
 
 

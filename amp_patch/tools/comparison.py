@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from amp_patch.tools.comparison_page import comparison_page
 from amp_patch.tools.comparison_plot import comparison_figure
 from amp_patch.tools.gradient_figures import ExponentHistogram
+from amp_patch.tools.ink import check_picture_name
 from amp_patch.tools.level_result import LevelResult
 from amp_patch.tools.machine import Machine
 from amp_patch.tools.plain_data import plain_data
@@ -71,8 +73,9 @@ class Comparison:
 
     @property
     def spread(self) -> float:
-        """How far the final losses of O0 lie apart over its seeds."""
-        return max(self.baseline_losses) - min(self.baseline_losses)
+        """How far the final losses of O0 lie apart over its seeds, those that diverge left out."""
+        finals = [loss for loss in self.baseline_losses if not math.isnan(loss)]
+        return max(finals) - min(finals) if finals else math.nan
 
     @property
     def verdict(self) -> str:
@@ -124,9 +127,10 @@ class Comparison:
     def plot(self, file: str | Path) -> None:
         """Write one picture (PNG, SVG or PDF, by the name): losses, time, memory, scale, range.
 
-        A PNG tells the SHA-256 of `to_json()` under the key "Figures". Raises AmpError where
-        matplotlib, of the extra "plots", is not installed.
+        A PNG tells the SHA-256 of `to_json()` under the key "Figures". Raises AmpError for the name
+        of another kind of file, and where matplotlib, of the extra "plots", is not installed.
         """
+        check_picture_name(file)
         is_png = Path(file).suffix.lower() == ".png"
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()
         figure = comparison_figure(self.levels, self.exponents)
@@ -139,14 +143,25 @@ class Comparison:
         Path(file).write_text(page, encoding="utf-8")
 
     def _standing(self, level: LevelResult) -> Standing:
-        ends = [run.divergence for run in level.runs if run.divergence is not None]
         return Standing(
             level.label,
             level.step_ratio,
             self.distance(level),
-            f"fails ({level.failure})" if level.failure else f"diverges {ends[0]}" if ends else "",
+            self._trouble(level),
             sum(len(run.losses) for run in level.runs) == level.skipped_steps > 0,
         )
+
+    def _trouble(self, level: LevelResult) -> str:
+        ends = [run.divergence for run in level.runs if run.divergence is not None]
+        if level.failure:
+            return f"fails ({level.failure})"
+        if ends:
+            return f"diverges {ends[0]}"
+        seeds = self._seeds_that_diverge() if level is self.baseline else []
+        return f"diverges from {_listed(seeds)} of {len(self.baseline_losses)}" if seeds else ""
+
+    def _seeds_that_diverge(self) -> list[int]:
+        return [seed for seed, loss in enumerate(self.baseline_losses) if math.isnan(loss)]
 
     def _row(self, level: LevelResult) -> tuple[str, ...]:
         if level.failure:
@@ -169,10 +184,17 @@ class Comparison:
 
     def _on_losses(self) -> str:
         count = len(self.baseline_losses)
-        return (
-            f"Final losses are means of the last tenth: those of O0 from {count} seeds lie "
-            f"{self.spread:.2g} apart."
-        )
+        gone = self._seeds_that_diverge()
+        means = "Final losses are means of the last tenth"
+        if gone:
+            rest = f", those from the others lie {self.spread:.2g} apart" * (count > len(gone))
+            return f"{means}: O0 diverges from {_listed(gone)} of {count}{rest}."
+        if self.spread == 0 and count > 1:
+            return (
+                f"{means}: those of O0 are the same from all {count} seeds, so that they have no "
+                "spread to judge others by. Leave seeding out of build and batches."
+            )
+        return f"{means}: those of O0 from {count} seeds lie {self.spread:.2g} apart."
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
@@ -183,3 +205,7 @@ class Comparison:
         notes += [f"{one.label} fails: {one.failure}" for one in self.levels if one.failure]
         notes += [f"{one.label} warns: {text}" for one in self.levels for text in one.warnings]
         return tuple(notes)
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"

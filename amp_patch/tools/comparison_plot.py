@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from amp_patch.tools.ink import BLUE, GREY, ORANGE, colour_of, dashes_of, ink, n
 from amp_patch.tools.level_result import LevelResult
 from amp_patch.tools.text_table import bytes_text, seconds_text
 
-WIDTH, HEIGHT = 1200, 860
+WIDTH, HEIGHT = 1200, 900
+_LEGEND_COLUMNS, _COLUMNS_OF_LONG, _LEGEND_LETTERS = 6, 4, 22  # 22 letters are a fifth of the width
+_TICK_LETTERS, _LABEL_LINES, _SHORT = 20, 4, 4
 _SMOOTHED = 60  # curves with more points than this are drawn smoothed, over the raw ones
 # float16, IEEE 754: smallest subnormal, smallest normal and largest number, as exponents of 2.
 _SUBNORMAL, _NORMAL, _LARGEST = -24, -14, 16
@@ -25,7 +28,38 @@ def comparison_figure(levels: Sequence[LevelResult], exponents: ExponentHistogra
         _draw_costs(axes[0, 1], levels)
         _draw_scales(axes[1, 0], levels)
         _draw_exponents(axes[1, 1], levels, exponents)
+        _add_legend(figure, levels)
     return figure
+
+
+def _add_legend(figure: Any, levels: Sequence[LevelResult]) -> None:
+    """One for all curves, above them: names of levels may be long."""
+    lines = []
+    for i, level in enumerate(levels):
+        ends = [run.divergence for run in level.runs[:1] if run.divergence is not None]
+        end = f"diverges at step {ends[0].step}" if ends else "fails" if level.failure else ""
+        label = _wrapped(level.label, _LEGEND_LETTERS)
+        (line,) = figure.axes[0].plot(
+            [],
+            color=colour_of(level.label, i),
+            linestyle=dashes_of(level.label),
+            lw=1.8,
+            label=f"{label}\n{end}" if end else label,
+        )
+        lines.append(line)
+    longest = max(len(row) for line in lines for row in line.get_label().split("\n"))
+    columns = _LEGEND_COLUMNS if longest <= _SHORT else _COLUMNS_OF_LONG
+    figure.legend(
+        handles=lines, loc="outside upper center", ncols=min(len(lines), columns), fontsize=10
+    )
+
+
+def _wrapped(text: str, width: int) -> str:
+    """In a few lines, cut where it is longer; no letter of it is taken for mathematics."""
+    lines = textwrap.wrap(
+        text, width, max_lines=_LABEL_LINES, placeholder=" …", break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("$", r"\$")
 
 
 def _draw_losses(axes: Any, levels: Sequence[LevelResult]) -> None:
@@ -38,17 +72,18 @@ def _draw_losses(axes: Any, levels: Sequence[LevelResult]) -> None:
         smooth = _smoothed(losses, longest)
         if smooth is not losses:
             axes.plot(losses, color=colour, alpha=0.2, linewidth=0.7)
-        axes.plot(smooth, color=colour, linestyle=dashes_of(level.label), label=level.label, lw=1.8)
-        divergence = level.runs[0].divergence
-        if divergence is not None:
+        axes.plot(smooth, color=colour, linestyle=dashes_of(level.label), lw=1.8)
+        if level.runs[0].divergence is not None:
             finite = [one for one in smooth if math.isfinite(one)]
-            at = (len(finite) - 1, finite[-1]) if finite else (0, 0.0)
-            axes.plot(*at, "X", color=colour, markersize=9)
-            axes.annotate(f"{level.label} diverges", at, (4, 6), textcoords="offset points")
+            if finite:
+                axes.plot(len(finite) - 1, finite[-1], "X", color=colour, markersize=9)
+            else:  # there is no loss to put the mark at: at the upper edge, one below the other
+                height = 0.96 - 0.06 * i
+                place = axes.get_xaxis_transform()
+                axes.plot(0, height, "X", color=colour, markersize=9, transform=place)
     if all(one > 0 for level in levels for run in level.runs for one in run.losses):
         axes.set_yscale("log")
-    axes.set(title="Training loss", xlabel="step", ylabel="loss")
-    axes.legend(ncols=3)
+    axes.set(title="Training loss (crosses: where it diverges)", xlabel="step", ylabel="loss")
 
 
 def _smoothed(losses: tuple[float, ...], longest: int) -> tuple[float, ...]:
@@ -67,7 +102,7 @@ def _draw_costs(axes: Any, levels: Sequence[LevelResult]) -> None:
     """Two bars a level: time of a step and peak memory, both as parts of O0's."""
     baseline = levels[0]
     levels = [level for level in levels if not level.failure]
-    names = [level.label for level in levels]
+    names = [_wrapped(level.label, _TICK_LETTERS) for level in levels]
     rows = range(len(levels))
     times = [level.step_ratio or 0.0 for level in levels]
     memories = [(level.peak_bytes or 0) / (baseline.peak_bytes or 1) for level in levels]
@@ -76,7 +111,7 @@ def _draw_costs(axes: Any, levels: Sequence[LevelResult]) -> None:
     bars = axes.barh([row + 0.2 for row in rows], memories, 0.36, color=ORANGE, label="peak memory")
     axes.bar_label(bars, [bytes_text(one.peak_bytes) for one in levels], padding=4)
     axes.axvline(1.0, color=GREY, linewidth=0.8)
-    axes.set_yticks(list(rows), names)
+    axes.set_yticks(list(rows), names, fontsize=11 if max(map(len, names)) <= _SHORT else 9)
     axes.invert_yaxis()
     axes.set_xlim(0, max([1.0, *times, *memories]) * 1.35)
     axes.set(title="Cost of a step", xlabel="times that of O0 (less is better)")
@@ -94,7 +129,6 @@ def _draw_scales(axes: Any, levels: Sequence[LevelResult]) -> None:
                 where="post",
                 color=colour,
                 linestyle=style,
-                label=level.label,
                 lw=1.8,
             )
             axes.plot(
@@ -111,7 +145,6 @@ def _draw_scales(axes: Any, levels: Sequence[LevelResult]) -> None:
         xlabel="step",
         ylabel="loss scale, powers of 2",
     )
-    axes.legend(ncols=3)
 
 
 def _draw_exponents(axes: Any, levels: Sequence[LevelResult], histogram: ExponentHistogram) -> None:

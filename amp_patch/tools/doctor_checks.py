@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch.casts.rules import BCE_HINT
 from amp_patch.tools.device_probe import measure_dtypes
@@ -21,7 +22,8 @@ def check_eps(patient: Patient) -> Iterator[Finding]:
     """An eps that is zero in the half dtype protects from no division by zero."""
     if not patient.policy.casts_model:
         return
-    if patient.optimizer is not None and not patient.policy.master_weights:
+    is_half = any(not patient.stays_float(path) for path, _ in patient.model.named_parameters())
+    if patient.optimizer is not None and not patient.policy.master_weights and is_half:
         for group in patient.optimizer.param_groups:
             eps = group.get("eps")
             if isinstance(eps, float) and eps > 0 and _rounded(eps, patient.half) == 0:
@@ -35,7 +37,7 @@ def check_eps(patient: Patient) -> Iterator[Finding]:
                 break
     for path, module in patient.model.named_modules():
         eps = getattr(module, "eps", None)
-        is_kept = isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 (no public base)
+        is_kept = patient.stays_float(path) or isinstance(module, _BatchNorm)
         if isinstance(eps, float) and eps > 0 and _rounded(eps, patient.half) == 0 and not is_kept:
             yield Finding(
                 "eps",
@@ -50,7 +52,7 @@ def check_constants(patient: Patient) -> Iterator[Finding]:
     """Mask values such as -1e9 are -inf in float16; a row that is all -inf is NaN after softmax."""
     if patient.half is not torch.float16:
         return
-    for note in large_constants(patient.model):
+    for note in large_constants(patient.model, patient.stays_float):
         is_cast = patient.policy.casts_model
         yield Finding(
             "mask constant",
@@ -63,14 +65,14 @@ def check_constants(patient: Patient) -> Iterator[Finding]:
 
 def check_probability_losses(patient: Patient) -> Iterator[Finding]:
     """A sigmoid before a binary cross entropy rounds what the logarithm needs most."""
-    for note in probability_losses(patient.model):
+    for note in probability_losses(patient.model, patient.stays_float):
         yield _bce(f"{note.module} ({note.place})", note.text)
     for path, module in patient.model.named_modules():
-        if isinstance(module, nn.BCELoss):
+        if isinstance(module, nn.BCELoss) and not patient.stays_float(path):
             yield _bce(path or "BCELoss", "BCELoss")
     if isinstance(patient.model, nn.Sequential):
         for path, module in list(patient.model.named_children())[-1:]:
-            if isinstance(module, nn.Sigmoid):
+            if isinstance(module, nn.Sigmoid) and not patient.stays_float(path):
                 yield _bce(path, "a model that ends in a sigmoid")
 
 
@@ -87,7 +89,7 @@ def _bce(where: str, what: str) -> Finding:
 def check_sizes(patient: Patient) -> Iterator[Finding]:
     """Matrix units of GPUs take half operands in eights."""
     for path, module in patient.model.named_modules():
-        sizes = _sizes(module)
+        sizes = {} if patient.stays_float(path) else _sizes(module)
         odd = {name: size for name, size in sizes.items() if size % _MULTIPLE}
         if odd:
             named = ", ".join(f"{name}={size}" for name, size in odd.items())
@@ -119,6 +121,8 @@ def check_speed(patient: Patient) -> Iterator[Finding]:
     """A dtype that this device has no fast arithmetic for."""
     if not (patient.policy.casts_model or patient.policy.patch_torch_functions):
         return
+    if patient.stays_float(""):
+        return
     device = next((p.device for p in patient.model.parameters()), torch.device("cpu"))
     speeds = measure_dtypes(device)
     own = speeds[patient.half].ratio
@@ -143,16 +147,18 @@ def check_buffers(patient: Patient) -> Iterator[Finding]:
     if not patient.policy.casts_model:
         return
     for path, module in patient.model.named_modules():
-        is_kept = patient.policy.keep_batchnorm_fp32 and isinstance(
-            module,
-            nn.modules.batchnorm._BatchNorm,  # noqa: SLF001 (no public base)
-        )
+        is_kept = patient.policy.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
         for name, buffer in module.named_buffers(recurse=False):
-            if is_kept or buffer.dtype is not torch.float32 or not buffer.numel():
+            full = f"{path}.{name}" if path else name
+            if (
+                is_kept
+                or patient.stays_float(full)
+                or buffer.dtype is not torch.float32
+                or not buffer.numel()
+            ):
                 continue
             loss = _loss_of(buffer, patient.half)
             if loss:
-                full = f"{path}.{name}" if path else name
                 yield Finding(
                     "buffer",
                     Severity.RISK,

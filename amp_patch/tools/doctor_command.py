@@ -40,10 +40,8 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine, print, write the file. Returns the exit code."""
-    built = options.build if isinstance(options.build, nn.Module) else options.build()
-    model, *rest = built if isinstance(built, (tuple, list)) else (built,)
     try:
-        optimizer, scheduler = [*rest, None, None][:2]
+        model, optimizer, scheduler = _built(options.build)
         found = doctor(model, optimizer, options.level, scheduler=scheduler)
     except AmpError as error:
         print(error, file=sys.stderr)
@@ -52,3 +50,13 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
     return 0 if found.is_healthy else NOT_HEALTHY
+
+
+def _built(build: Any) -> tuple[Any, Any, Any]:
+    """The model, and the optimizer and scheduler where there are some."""
+    if not isinstance(build, nn.Module) and not callable(build):
+        raise AmpError(f"build: expected a function or a torch.nn.Module, found {build!r}")
+    made = build if isinstance(build, nn.Module) else build()
+    parts = [*made] if isinstance(made, (tuple, list)) else [made]
+    model, optimizer, scheduler = [*parts, None, None, None][:3]
+    return model, optimizer, scheduler

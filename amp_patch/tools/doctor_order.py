@@ -2,35 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from amp_patch.casts.rules import OP_RULES
-from amp_patch.casts.wrappers import CastWrapper
 from amp_patch.policy import HALF_DTYPES
 from amp_patch.tools.diagnosis import Finding, Severity
 from amp_patch.tools.patient import Patient
 
 
 def check_stored_functions(patient: Patient) -> Iterator[Finding]:
-    """Functions that a module holds as objects are not reached by the casts of O1 and O4."""
+    """Functions that a module holds in containers, or its class, escape the casts of O1 and O4.
+
+    `initialize` reaches those that are an attribute of a module of the model.
+    """
     if not patient.policy.patch_torch_functions:
         return
     plain = {}
-    for row in OP_RULES:
+    for row in patient.rules:
         function = getattr(row.owner, row.name, None)
         plain[id(getattr(function, "__wrapped__", function))] = row.name
+    reached = {id(module) for module in patient.model.modules()}
     for path, module in patient.model.named_modules():
-        for name, value in vars(module).items():
-            if id(value) in plain and not isinstance(value, CastWrapper):
-                yield Finding(
-                    "stored function",
-                    Severity.RISK,
-                    f"{path or type(module).__name__}.{name}",
-                    f"holds {plain[id(value)]}, taken before amp.initialize: it will not be cast",
-                    "call it by its name in forward, or store it after initialize",
-                )
+        for name, values in _holders(module):
+            for held in _ids_in(values, reached):
+                if held in plain:
+                    yield Finding(
+                        "stored function",
+                        Severity.RISK,
+                        f"{path or type(module).__name__}.{name}",
+                        f"holds {plain[held]}, taken before amp.initialize: it will not be cast",
+                        "call it by its name in forward, make it an attribute of the module, or "
+                        "store it after initialize",
+                    )
+
+
+def _holders(module: nn.Module) -> Iterator[tuple[str, Iterable[Any]]]:
+    """What the attributes of a module hold, and the attributes of its class."""
+    for name, value in vars(module).items():
+        yield name, _parts(value)
+    for owner in type(module).__mro__:
+        if not _is_of_torch(owner):
+            yield from ((name, [value]) for name, value in vars(owner).items())
+
+
+def _ids_in(values: Iterable[Any], reached: set[int]) -> list[int]:
+    """Those of all that is in the values, however nested; `reached` and what is below is not."""
+    seen: dict[int, Any] = {}
+    ahead = list(values)
+    while ahead:
+        value = ahead.pop()
+        if id(value) not in seen and id(value) not in reached:
+            seen[id(value)] = value
+            ahead += _parts(value)
+    return list(seen)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if isinstance(value, types.FunctionType):
+        return _captured(value)
+    has_attributes = not isinstance(value, type) and not _is_of_torch(type(value))
+    return getattr(value, "__dict__", {}).values() if has_attributes else ()
+
+
+def _is_of_torch(owner: Any) -> bool:
+    return str(owner.__module__).partition(".")[0] in {"torch", "builtins"}
+
+
+def _captured(function: types.FunctionType) -> Iterator[Any]:
+    """The defaults and the closure of a function of the user's own."""
+    if _is_of_torch(function):
+        return
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable without a value yet
+            yield cell.cell_contents
 
 
 def check_order(patient: Patient) -> Iterator[Finding]:

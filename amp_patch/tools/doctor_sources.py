@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+LeaveOut = Callable[[str], bool]  # of the path of a module
+
 _LARGEST = torch.finfo(torch.float16).max
 _SENSITIVE = ("masked_fill", "masked_fill_", "where", "full", "full_like", "fill_", "new_full")
 
@@ -24,9 +26,9 @@ class SourceNote:
     text: str
 
 
-def large_constants(model: nn.Module) -> Iterator[SourceNote]:
+def large_constants(model: nn.Module, leave_out: LeaveOut) -> Iterator[SourceNote]:
     """Numbers beyond float16's range where values of a tensor are set, or added to one."""
-    for path, place, tree in _trees(model):
+    for path, place, tree in _trees(model, leave_out):
         for node in ast.walk(tree):
             for number in _numbers_set_by(node):
                 if _LARGEST < abs(number) < float("inf"):
@@ -34,20 +36,22 @@ def large_constants(model: nn.Module) -> Iterator[SourceNote]:
                     yield SourceNote(path, place(line), f"the constant {number:g}")
 
 
-def probability_losses(model: nn.Module) -> Iterator[SourceNote]:
+def probability_losses(model: nn.Module, leave_out: LeaveOut) -> Iterator[SourceNote]:
     """Calls of `binary_cross_entropy`, which wants probabilities and not logits."""
-    for path, place, tree in _trees(model):
+    for path, place, tree in _trees(model, leave_out):
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _called(node) == "binary_cross_entropy":
                 yield SourceNote(path, place(node.lineno), "binary_cross_entropy")
 
 
-def _trees(model: nn.Module) -> Iterator[tuple[str, Callable[[int], str], ast.AST]]:
-    """The source of every class of the user's own among the modules, once each."""
+def _trees(
+    model: nn.Module, leave_out: LeaveOut
+) -> Iterator[tuple[str, Callable[[int], str], ast.AST]]:
+    """The source of every class of the user's own among the modules that are not left out."""
     seen: set[type] = set()
     for path, module in model.named_modules():
         kind = type(module)
-        if kind in seen or kind.__module__.startswith("torch."):
+        if leave_out(path) or kind in seen or kind.__module__.startswith("torch."):
             continue
         seen.add(kind)
         try:

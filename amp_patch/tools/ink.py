@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from amp_patch.errors import AmpError
 from amp_patch.tools.extras import load_extra
 
 # Okabe and Ito, "Color Universal Design": distinct in all common kinds of colour blindness.
@@ -21,6 +23,7 @@ DASHES: Mapping[str, Any] = MappingProxyType(
     {"O0": "-", "O1": "--", "O2": "-.", "O3": ":", "O4": (0, (5, 1)), "O5": (0, (3, 1, 1, 1))}
 )
 _SPARE = (ORANGE, GREY, BLUE, PURPLE)
+_KINDS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".jpeg", ".ps", ".svgz", ".tif", ".tiff", ".webp")
 _DPI = 100
 _STYLE = {
     "font.family": "DejaVu Sans",
@@ -46,8 +49,17 @@ def colour_of(label: str, position: int) -> str:
 
 
 def dashes_of(label: str) -> Any:
-    """The line style of a level."""
-    return DASHES.get(label, "-")
+    """The line style of a level, the same for its variants ("O2 keep_fp32=head")."""
+    return DASHES.get(label.partition(" ")[0], "-")
+
+
+def check_picture_name(file: str | Path) -> None:
+    """Raise AmpError for a file whose name does not end as that of a picture."""
+    if Path(file).suffix.lower() not in _KINDS:
+        raise AmpError(
+            f"expected the name of a picture, which ends in {', '.join(_KINDS[:3])} or the like, "
+            f"found {str(file)!r}"
+        )
 
 
 @contextmanager

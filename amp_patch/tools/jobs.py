@@ -16,6 +16,8 @@ from torch.nn import functional
 from amp_patch.api import initialize
 from amp_patch.errors import AmpError
 from amp_patch.slot import slot
+from amp_patch.state import step_was_skipped
+from amp_patch.tools.level_arguments import level_setup
 from amp_patch.training import scale_loss
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -33,9 +35,19 @@ class Variant:
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> Variant:
-        """From the name of a level, or from arguments for `initialize`."""
+        """From the name of a level, or from arguments for `initialize`.
+
+        Raises AmpError for what `initialize` would refuse whatever the model.
+        """
         if isinstance(given, str):
+            level_setup("opt_levels", opt_level=given)
             return cls(given, {"opt_level": given})
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise AmpError(
+                "opt_levels: expected names of levels, as 'O1', or dicts of arguments for "
+                f"initialize, found {given!r}"
+            )
+        level_setup("opt_levels", **given)
         others = {name: value for name, value in given.items() if name != "opt_level"}
         level = str(given.get("opt_level", "O1"))
         return cls(" ".join([level, *(f"{k}={v}" for k, v in others.items())]), dict(given))
@@ -58,11 +70,14 @@ class Training:
         return loss
 
     def step(self, batch: Any) -> float:
-        """One whole step of training. Returns the loss, which waits for the device."""
+        """One whole step of training; a skipped one holds the scheduler. Returns the loss.
+
+        Waits for the device.
+        """
         loss = self.forward_and_backward(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not step_was_skipped(self.optimizer):
             self.scheduler.step()
         return float(loss.item())
 
@@ -74,6 +89,18 @@ class Job:
     build: Callable[[], Any]
     batches: Batches
     loss: Loss | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a part of a training."""
+        if not callable(self.build):
+            raise AmpError(f"build: expected a function, found {self.build!r}")
+        if not callable(self.batches) and not isinstance(self.batches, Iterable):
+            raise AmpError(
+                "batches: expected an iterable of batches, or a function that returns one, found "
+                f"{type(self.batches).__name__}"
+            )
+        if self.loss is not None and not callable(self.loss):
+            raise AmpError(f"loss: expected a function loss(model, batch), found {self.loss!r}")
 
     def built(self, seed: int) -> Training:
         """Build anew, with every generator of random numbers at `seed`."""

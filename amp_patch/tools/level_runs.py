@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from amp_patch.state import (
 )
 from amp_patch.tools.jobs import Job, Training, Variant, seed_everything
 from amp_patch.tools.live_memory import LiveMemory
+from amp_patch.tools.surroundings import own_warnings_caught
 from amp_patch.training import master_params
 
 PROBE_ATTEMPTS = 40  # each that overflows halves the scale: from the largest down to below 1
@@ -82,13 +82,6 @@ class Trained:
 
 
 @contextmanager
-def _caught_warnings() -> Iterator[list[warnings.WarningMessage]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AmpWarning)
-        yield caught
-
-
-@contextmanager
 def _running(job: Job, variant: Variant, seed: int) -> Iterator[Training]:
     try:
         yield job.started(variant, seed)
@@ -102,7 +95,7 @@ def train(job: Job, variant: Variant, seed: int, steps: int) -> Trained:
     scales: list[float] = []
     skipped: list[int] = []
     divergence = None
-    with _caught_warnings() as caught, _running(job, variant, seed) as training:
+    with own_warnings_caught() as caught, _running(job, variant, seed) as training:
         for step, batch in enumerate(job.stream(steps)):
             scales.append(loss_scale())
             losses.append(training.step(batch))
@@ -113,7 +106,9 @@ def train(job: Job, variant: Variant, seed: int, steps: int) -> Trained:
                 break
         weights = copy.deepcopy(model_state_dict(training.model))
         scalers = state_dict()
-    messages = dict.fromkeys(str(one.message) for one in caught if one.category is AmpWarning)
+    messages = dict.fromkeys(
+        str(one.message) for one in caught if issubclass(one.category, AmpWarning)
+    )
     run = SeedRun(seed, tuple(losses), tuple(scales), tuple(skipped), divergence)
     return Trained(run, weights, scalers, tuple(messages))
 
@@ -155,7 +150,7 @@ def probe(
     held = [p for group in training.optimizer.param_groups for p in group["params"]]
     names = [paths.get(id(p), f"parameter {i}") for i, p in enumerate(held)]
     try:
-        with _caught_warnings():
+        with own_warnings_caught():
             job.initialized(training, variant)
             if scaler_state:
                 load_state_dict(scaler_state)
@@ -196,7 +191,7 @@ def measure_memory(
     """
     allocator = _allocator()
     before = 0 if allocator is None else int(allocator.memory_allocated())
-    with _caught_warnings(), LiveMemory() as memory, _running(job, variant, seed) as training:
+    with own_warnings_caught(), LiveMemory() as memory, _running(job, variant, seed) as training:
         memory.peak = memory.now
         if allocator is not None:
             allocator.reset_peak_memory_stats()
@@ -229,7 +224,7 @@ def time_steps(
     `scaler_state` is that of a trained run, so that the loss scale is where it settles.
     """
     seconds = []
-    with _caught_warnings(), _running(job, variant, seed) as training:
+    with own_warnings_caught(), _running(job, variant, seed) as training:
         load_state_dict(scaler_state)
         for i, batch in enumerate(job.stream(warm_up + count)):
             started = time.perf_counter()

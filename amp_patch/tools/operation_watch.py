@@ -74,7 +74,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         result = func(*args, **kwargs)
         name = str(func.overloadpacket).rpartition(".")[2]
         if name not in _UNWRITTEN:
-            self.after(self._operation(name, (args, kwargs), result), seen)
+            given_back = _written(func, args) if result is None else result
+            self.after(self._operation(name, (args, kwargs), given_back), seen)
         return result
 
     def _operation(self, name: str, args: Any, result: Any) -> Operation:
@@ -89,6 +90,12 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def after(self, operation: Operation, seen: Any) -> None:
         """For subclasses: an operation has run."""
+
+
+def _written(func: Any, args: Any) -> list[Any]:
+    """What an operation that returns nothing, as grouped ones in place do, has written into."""
+    pairs = zip(func._schema.arguments, args, strict=False)  # noqa: SLF001 (no public name)
+    return [value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write]
 
 
 class _LabellingStack(ModuleStack):

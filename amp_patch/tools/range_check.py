@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 from amp_patch.errors import AmpError
 from amp_patch.slot import slot
 from amp_patch.tools.jobs import Loss, default_loss
-from amp_patch.tools.operation_watch import Operation, OperationWatch
+from amp_patch.tools.operation_watch import Operation, OperationWatch, floating_tensors
 from amp_patch.tools.plain_data import plain_data
+from amp_patch.tools.surroundings import model_kept, random_numbers_kept
 from amp_patch.tools.text_table import TextTable, share_text
+from amp_patch.weights.checkpoints import held_tensors
+from amp_patch.weights.model_casting import forward_arguments
 
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 NOTED_FLUSH = 0.01  # a smaller share of values that become zero is no finding
@@ -36,6 +40,9 @@ _HEADINGS = (
 class RangeRecord:
     """What one operation of one module gave, over all its calls.
 
+    `phase` is "weights", "input", "forward" or "backward". For weights, buffers and other tensors
+    that a module holds, and for the inputs of the model, `operation` is their name; the gradient of
+    what a module returns is called "output".
     `overflowed` and `flushed` count the values that become inf and zero in each half dtype, of
     `values` that are finite and not zero.
     """
@@ -126,8 +133,9 @@ class RangeReport:
 def range_check(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None) -> RangeReport:
     """Run `model` in FP32 on `batches` and report what would leave a half dtype's range, by module.
 
-    Every operation of the forward and the backward pass is looked at, as well as the weights and
-    buffers. The backward pass is that of the loss itself, so that gradients are at loss scale 1.
+    Every operation of the forward and the backward pass is looked at, as well as the weights,
+    buffers and other tensors of the modules, and what goes into the forward of `model`. The
+    backward pass is that of the loss itself, so that gradients are at loss scale 1.
 
     Args:
         model: in FP32, on any device. Its gradients, buffers and random numbers are afterwards what
@@ -146,11 +154,8 @@ def range_check(model: nn.Module, batches: Iterable[Any], loss: Loss | None = No
     """
     _refuse_half(model)
     watch = _RangeWatch(model)
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.dtype is torch.float32:
-            module, _, name = path.rpartition(".")
-            watch.record(module or type(model).__name__, "weights", name).add(tensor.detach())
-    with _left_as_it_was(model):
+    watch.look_at_weights()
+    with _left_as_it_was(model), watch.at_the_edges():
         for batch in batches:
             with watch.watching():
                 found = (loss or default_loss)(model, batch)
@@ -164,18 +169,75 @@ class _RangeWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch's o
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.records: dict[tuple[str, str, str], RangeRecord] = {}
+        self._model = model
+        self._is_at_an_edge = False  # what is computed there is no operation of the model
 
     def record(self, module: str, phase: str, operation: str) -> RangeRecord:
         """The record of an operation, made when it is first asked for."""
         key = (module, phase, operation)
         return self.records.setdefault(key, RangeRecord(*key))
 
+    def look_at_weights(self) -> None:
+        """Record what the modules hold: parameters, buffers, and tensors that are neither."""
+        for path, module in self._model.named_modules():
+            plain = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+            for name, tensor in (*held_tensors(module), *plain.items()):
+                self._look(path, "weights", name, [tensor])
+
+    @contextmanager
+    def at_the_edges(self) -> Iterator[None]:
+        """Inside, no operation is needed to see what enters the model, forward and backward.
+
+        The gradient of what a module returns may come as it is, or as a view.
+        """
+        with ExitStack() as stack:
+            names = forward_arguments(self._model) or ["input"]
+            for path, module in self._model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
+                if module is self._model:
+                    enter = functools.partial(self._entered, names=names)
+                    handle = module.register_forward_pre_hook(enter, with_kwargs=True)
+                    stack.callback(handle.remove)
+                left = functools.partial(self._left, path, stack)
+                stack.callback(module.register_forward_hook(left).remove)
+            yield
+
+    def _entered(
+        self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], *, names: list[str]
+    ) -> None:
+        for i, value in enumerate(args):
+            self._look("", "input", names[min(i, len(names) - 1)], floating_tensors(value))
+        for name, value in kwargs.items():
+            self._look("", "input", name, floating_tensors(value))
+
+    def _left(self, path: str, stack: ExitStack, module: nn.Module, args: Any, result: Any) -> None:
+        for output in floating_tensors(result):
+            if output.requires_grad:
+                look = functools.partial(self._came_back, path)
+                handle = output.register_hook(look)  # type: ignore[no-untyped-call]  # torch's own gap
+                stack.callback(handle.remove)
+
+    def _came_back(self, path: str, gradient: Tensor) -> None:
+        self._look(path, "backward", "output", [gradient])
+
+    def _look(self, module: str, phase: str, name: str, tensors: Iterable[Tensor]) -> None:
+        self._is_at_an_edge = True
+        where = module or type(self._model).__name__
+        try:
+            for tensor in tensors:
+                if tensor.dtype is torch.float32 and tensor.layout is torch.strided:
+                    self.record(where, phase, name).add(tensor.detach())
+        finally:
+            self._is_at_an_edge = False
+
     def before(self, func: Any, args: Any) -> Any:
         """Whether it only looks at memory in another way, so that nothing in its result is new."""
         return func.is_view
 
     def after(self, operation: Operation, seen: Any) -> None:
-        if seen or operation.name == "detach":
+        is_seen = seen and not operation.is_backward  # there, of what nobody may have looked at
+        if self._is_at_an_edge or is_seen or operation.name == "detach":
             return
         for output in operation.outputs:
             if output.dtype is torch.float32 and output.numel():
@@ -195,23 +257,13 @@ def _refuse_half(model: nn.Module) -> None:
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Puts gradients, buffers and the state of random numbers back. No casts inside."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(one, one.detach().clone()) for one in model.buffers()]
     session = slot.session
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(random_numbers_kept())
         if session is not None:
             stack.enter_context(session.context.suspended())
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+        stack.enter_context(model_kept(model))
+        yield
 
 
 def _row(record: RangeRecord) -> tuple[str, ...]:

@@ -18,6 +18,14 @@ from amp_patch.tools.call_sites import user_frames
 from amp_patch.tools.operation_watch import Operation, OperationWatch, floating_tensors
 
 FRAMES = 20
+# What these return beyond their first output they keep for their backward pass: sums of
+# exponentials as logarithms, where inf stands for a sum of nothing.
+_KEEPS_LOGARITHMS = (
+    "_ctc_loss",
+    "_efficient_attention",
+    "_flash_attention",
+    "_scaled_dot_product",
+)
 
 
 @dataclass(frozen=True)
@@ -119,17 +127,18 @@ class _Tracer(OperationWatch):  # type: ignore[no-untyped-call]  # torch's own g
 
     def before(self, func: Any, args: Any) -> Any:
         """An operation in place overwrites what it was given: look at it now."""
-        return _marks(args) if func._schema.is_mutable else None  # noqa: SLF001
+        return _facts(args) if func._schema.is_mutable else None  # noqa: SLF001
 
     def after(self, operation: Operation, seen: Any) -> None:
         if operation.is_backward and not self._watches_backward:
             return
-        for output in operation.outputs:
+        for output in _judged(operation):
             if output.numel() and not bool(output.isfinite().all()):
-                has_inf, has_nan = _marks(operation.args) if seen is None else seen
+                inputs = _facts(operation.args) if seen is None else seen
+                has_inf, has_nan = _marks(operation.args, inputs)
                 is_new_nan = bool(output.isnan().any()) and not has_nan
                 if is_new_nan or (bool(output.isinf().any()) and not has_inf and not has_nan):
-                    raise NonFiniteError(self._described(operation, output))
+                    raise NonFiniteError(self._described(operation, inputs, output))
         self._remember(operation)
 
     def _remember(self, operation: Operation) -> None:
@@ -138,7 +147,9 @@ class _Tracer(OperationWatch):  # type: ignore[no-untyped-call]  # torch's own g
                 kept = Operation(operation.name, operation.module, operation.node, (), None)
                 self._before.append((kept, _name(output.dtype), output.abs().max()))
 
-    def _described(self, operation: Operation, output: Tensor) -> NonFiniteOperation:
+    def _described(
+        self, operation: Operation, inputs: tuple[TensorFacts, ...], output: Tensor
+    ) -> NonFiniteOperation:
         before = [
             EarlierOperation(one.name, one.module, dtype, float(largest))
             for one, dtype, largest in self._before
@@ -148,7 +159,7 @@ class _Tracer(OperationWatch):  # type: ignore[no-untyped-call]  # torch's own g
             "backward" if operation.is_backward else "forward",
             operation.module,
             operation.node,
-            tuple(map(tensor_facts, operation.inputs)),
+            inputs,
             tensor_facts(output),
             user_frames(FRAMES),
             tuple(before),
@@ -167,12 +178,20 @@ def tensor_facts(tensor: Tensor) -> TensorFacts:
     )
 
 
-def _marks(args: Any) -> tuple[bool, bool]:
+def _facts(args: Any) -> tuple[TensorFacts, ...]:
+    return tuple(map(tensor_facts, floating_tensors(args)))
+
+
+def _judged(operation: Operation) -> list[Tensor]:
+    """The results that the caller of the operation sees."""
+    return operation.outputs[: 1 if operation.name.startswith(_KEEPS_LOGARITHMS) else None]
+
+
+def _marks(args: Any, inputs: tuple[TensorFacts, ...]) -> tuple[bool, bool]:
     """Whether inf, and whether NaN, is among the arguments, numbers included."""
     numbers = [value for value in tree_iter(args) if isinstance(value, float)]
-    found = floating_tensors(args)
-    has_inf = any(map(math.isinf, numbers)) or any(bool(one.isinf().any()) for one in found)
-    has_nan = any(map(math.isnan, numbers)) or any(bool(one.isnan().any()) for one in found)
+    has_inf = any(map(math.isinf, numbers)) or any(one.infs for one in inputs)
+    has_nan = any(map(math.isnan, numbers)) or any(one.nans for one in inputs)
     return has_inf, has_nan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -18,12 +19,11 @@ from amp_patch.tools.gradient_figures import flat_gradient
 from amp_patch.tools.jobs import Batches, Job, Loss, Variant, check_count, refuse_open_session
 from amp_patch.tools.level_runs import Probe, probe
 from amp_patch.tools.record_casts import record_casts
-from amp_patch.tools.tuning import Measurement, Tuning
+from amp_patch.tools.surroundings import own_warnings_caught, random_numbers_kept
+from amp_patch.tools.tuning import WHOLE_MODEL, Measurement, Tuning
 
 _IN_HALF = frozenset({"HALF"})
 _IN_FLOAT = frozenset({"FLOAT", "FLOAT_THROUGHOUT", "NORM", "BANNED"})
-# What a model can raise where an operation has no kernel for half.
-_NO_KERNEL = (NotImplementedError, RuntimeError, TypeError)
 
 Arguments = Callable[[list[str]], dict[str, Any]]
 
@@ -45,18 +45,22 @@ def tune(
     with those of O0: relative to the loss, and to the length of the whole gradient. Where they are
     further off than `tolerance`, modules are kept in FP32 (O2, O3, O5), or operations (O1, O4):
     first the outermost, then, inside those that matter, the ones below, always halving the list. Of
-    what is returned nothing can be left out; another list may be as short.
+    what is returned nothing can be left out; another list may be as short. `["*"]` is the model as
+    a whole, where what its own forward computes needs FP32.
 
     Args:
         build, batches, loss: as `compare` takes them.
         tolerance: the largest relative error that is allowed.
         opt_level: the level to start from.
         most_in_half: at O1 and O4, let the operations that the rules compute in FP32 run in half,
-            all but those that have to stay.
+            all but those that have to stay. Where the rules as they are do not suffice, operations
+            that they compute in half are looked for instead.
         count: batches to measure on; the worst one counts.
         seed: of the random numbers, as in `compare`.
 
-    Raises AmpError for O0 and for arguments that do not fit. To be called where amp is not in use.
+    Raises AmpError for O0 and for arguments that do not fit; an exception in the run at O0 is
+    passed on, any other run that fails is outside the tolerance. Warnings and random numbers are
+    treated as by `compare`. To be called where amp is not in use.
 
         >>> import torch
         >>> def build():
@@ -75,11 +79,12 @@ def tune(
     if not isinstance(tolerance, (int, float)) or not 0 < tolerance < math.inf:
         raise AmpError(f"tolerance: expected a number above 0, found {tolerance!r}")
     refuse_open_session("tune")
-    job = Job(build, batches, loss).with_lasting_batches(count)
-    search = _Search(job, opt_level, tolerance, count, seed)
-    if level.casts_model:
-        return search.over_modules()
-    return search.over_operations(most_in_half=most_in_half)
+    with own_warnings_caught(), random_numbers_kept():
+        job = Job(build, batches, loss).with_lasting_batches(count)
+        search = _Search(job, opt_level, tolerance, count, seed)
+        if level.casts_model:
+            return search.over_modules()
+        return search.over_operations(most_in_half=most_in_half)
 
 
 class _Search:
@@ -99,11 +104,11 @@ class _Search:
         if self._is_enough(arguments, []):
             return self._result(arguments, [], is_within=True)
         model = self._job.built(self._seed).model
-        top = _children(model, "")
-        if not top or not self._is_enough(arguments, top):
-            return self._result(arguments, top, is_within=False)
-        kept = smallest_subset(top, functools.partial(self._is_enough, arguments))
-        return self._result(arguments, self._refined(model, arguments, kept), is_within=True)
+        if not self._is_enough(arguments, [WHOLE_MODEL]):
+            return self._result(arguments, [WHOLE_MODEL], is_within=False)
+        return self._result(
+            arguments, self._refined(model, arguments, [WHOLE_MODEL]), is_within=True
+        )
 
     def over_operations(self, *, most_in_half: bool) -> Tuning:
         """Keep as few operations as possible."""
@@ -112,7 +117,10 @@ class _Search:
         arguments = functools.partial(_keep_operations, self._opt_level, self._moved)
         if self._is_enough(arguments, []):
             return self._result(arguments, [], is_within=True)
-        if not found or not self._is_enough(arguments, found):
+        if not self._is_enough(arguments, found):
+            if most_in_half:  # as the rules have it is not enough: what they compute in half counts
+                self._measured.clear()
+                return self.over_operations(most_in_half=False)
             return self._result(arguments, found, is_within=False)
         kept = smallest_subset(found, functools.partial(self._is_enough, arguments))
         return self._result(arguments, kept, is_within=True)
@@ -144,7 +152,7 @@ class _Search:
         """Those of the loss and of the gradient, on the worst batch."""
         try:
             found = self._probes(Variant("", arguments))
-        except _NO_KERNEL:
+        except Exception:  # noqa: BLE001 (no kernel for half, or what the model itself raises)
             return math.inf, math.inf
         errors = [_errors(*pair) for pair in zip(found, self._reference, strict=True)]
         return max(one for one, _ in errors), max(one for _, one in errors)
@@ -156,9 +164,10 @@ class _Search:
         """The operations that run under one of these rules, in the order of their cost."""
         training = self._job.started(Variant.of(self._opt_level), self._seed)
         try:
-            (batch,) = self._job.stream(1)
-            with record_casts() as report:
-                training.loss(training.model, batch)
+            # Where this level fails, those that ran until then.
+            with record_casts() as report, contextlib.suppress(Exception):
+                for batch in self._job.stream(self._count):
+                    training.loss(training.model, batch)
         finally:
             uninitialize()
         places = [one.place for one in report.records if one.place.rule in rules]
@@ -191,8 +200,9 @@ def _keep_operations(opt_level: str, moved: list[str], kept: list[str]) -> dict[
 def _children(model: nn.Module, path: str) -> list[str]:
     """The paths of the modules directly below one; a `ModuleList`, without forward, is opened."""
     found: list[str] = []
-    for name, child in model.get_submodule(path).named_children():
-        full = f"{path}.{name}" if path else name
+    module = model if path == WHOLE_MODEL else model.get_submodule(path)
+    for name, child in module.named_children():
+        full = name if path == WHOLE_MODEL else f"{path}.{name}"
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             found += _children(model, full)
         else:

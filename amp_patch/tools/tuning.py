@@ -9,6 +9,7 @@ from typing import Any
 from amp_patch.tools.plain_data import plain_data
 from amp_patch.tools.text_table import TextTable
 
+WHOLE_MODEL = "*"  # as `keep_fp32` takes it: what the model's own forward computes as well
 _SHOWN = 4
 
 
@@ -34,8 +35,9 @@ class Tuning:
     """The smallest change to a level that stays inside a tolerance.
 
     `arguments` are for `initialize`; `kept` is what they keep in FP32; `is_within` is False where
-    even all of the model in FP32 is outside, so that precision is not what is wrong. `moved` are
-    operations that the rules of the level compute in FP32 and that `arguments` let run in half.
+    even all of the model, measured in FP32, is outside, so that precision is not what is wrong.
+    `moved` are operations that the rules of the level compute in FP32 and that `arguments` let run
+    in half.
     """
 
     arguments: Mapping[str, Any]
@@ -95,5 +97,7 @@ class Tuning:
 def _listed(kept: tuple[str, ...]) -> str:
     if not kept:
         return "nothing"
+    if kept == (WHOLE_MODEL,):
+        return "everything"
     more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
     return ", ".join(kept[:_SHOWN]) + more

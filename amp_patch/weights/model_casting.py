@@ -155,10 +155,14 @@ def cast_entry_and_exit(
     switch: CastSwitch,
     patcher: Patcher,
 ) -> None:
-    """Cast the inputs of `model` to `dtype`, and those of excluded modules to FP32 and back."""
+    """Cast the inputs of `model` to `dtype`, and those of excluded modules to FP32 and back.
+
+    A model that is excluded as a whole gets its inputs in FP32, never rounded.
+    """
     kept = _positions_and_names(model, kept_inputs)
-    _hook_inputs(model, CastInputs(dtype, switch, kept), patcher)
-    excluded = [model.get_submodule(path) for path in exclusions.modules]
+    entry = torch.float32 if exclusions.excludes("") else dtype
+    _hook_inputs(model, CastInputs(entry, switch, kept), patcher)
+    excluded = [model.get_submodule(path) for path in exclusions.modules - {""}]
     keep_in_float(excluded, dtype, switch, patcher)
 
 
