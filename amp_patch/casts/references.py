@@ -22,7 +22,6 @@ import torch.fx
 import wrapt
 from torch import nn
 
-from amp_patch.casts.context import is_tracing
 from amp_patch.casts.namespaces import (
     is_foreign,
     loaded_modules,
@@ -31,6 +30,7 @@ from amp_patch.casts.namespaces import (
     users_of,
 )
 from amp_patch.casts.patcher import Patcher
+from amp_patch.casts.tracing import is_tracing
 from amp_patch.casts.wrappers import CastWrapper
 
 
