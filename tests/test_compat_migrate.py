@@ -96,6 +96,32 @@ def test_import_stays_where_one_of_its_uses_is_unknown() -> None:
     assert found.remarks == [found.source.splitlines()[0].removeprefix(NEXT)]
 
 
+WHOLE = {
+    "import apex\nif apex is not None:\n    x = apex.parallel.LARC": "apex",
+    "import apex\nx = getattr(apex.optimizers, 'FusedAdam')": "apex.optimizers",
+    "import apex.parallel as p\nx = p and p.LARC": "apex.parallel",
+    "from apex import optimizers\nf(optimizers, o=optimizers.FusedSGD)": "apex.optimizers",
+    "from apex.amp import frontend\nx = [frontend, frontend.initialize]": "apex.amp.frontend",
+}
+
+
+@pytest.mark.parametrize("source", WHOLE)
+def test_module_that_is_used_as_a_value_stays_with_all_its_uses(source: str) -> None:
+    found = migrate_source(f"{source}\n")
+    assert found.source.splitlines()[1:] == source.splitlines()
+    assert found.remarks[0].startswith(f"{WHOLE[source]} itself is used as a value")
+
+
+@pytest.mark.parametrize(
+    "line", ["if args.apex: pass", "f(apex=1)", "def apex(): pass", "class A:\n    apex = None"]
+)
+def test_same_word_that_is_no_use_of_the_module_keeps_nothing(line: str) -> None:
+    found = migrate_source(f"import apex.parallel\nx = apex.parallel.LARC\n{line}\n")
+    assert found.source == (
+        f"import amp_patch.compat.larc\nx = amp_patch.compat.larc.LARC\n{line}\n"
+    )
+
+
 def test_script_that_reads_private_state_keeps_the_face() -> None:
     source = "from apex import amp\nassert hasattr(optimizer, '_amp_stash')\n"
     assert migrate_source(source).source == (

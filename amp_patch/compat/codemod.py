@@ -29,6 +29,10 @@ from amp_patch.compat.targets import (
 )
 
 _MARK = "# amp_patch migrate: "
+_USED_WHOLE = (
+    "{} itself is used as a value, and no one module stands in its place; name what the script "
+    "takes from it, or call amp_patch.install_as_apex() above this line"
+)
 _PROBED = "asks for apex by a string; ask for amp_patch, or for nothing"
 
 
@@ -257,10 +261,16 @@ class _Rewriter(cst.CSTTransformer):
         return not self._unknown(local)
 
     def _unknown(self, local: str) -> list[str]:
+        whole = {
+            path
+            for path in self._uses.values[local]
+            if is_module(path) and find_target(path, is_plain=self._is_plain) is None
+        }
         return [
-            missing_name(path)
+            _USED_WHOLE.format(path) if path in whole else missing_name(path)
             for path in sorted(self._uses.through[local])
-            if not is_module(path) and longest_known(path, is_plain=self._is_plain) is None
+            if path in whole
+            or not (is_module(path) or longest_known(path, is_plain=self._is_plain))
         ]
 
 
