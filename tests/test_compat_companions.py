@@ -64,7 +64,7 @@ def test_functional_forms_agree_with_the_modules(normalization: ModuleType) -> N
     rms = normalization.fused_rms_norm_affine(x, weight, 6, 1e-5)
     torch.testing.assert_close(rms.double(), oracle(x, weight, None))
     assert torch.equal(normalization.manual_rms_norm(x, 6, weight, 1e-5), rms)
-    assert normalization.fused_layer_norm(x, 6).mean().abs() < 1e-6
+    assert normalization.fused_layer_norm.fused_layer_norm(x, 6).mean().abs() < 1e-6
     assert normalization.fused_rms_norm(x.half(), 6).dtype is torch.float16
     assert normalization.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 6).dtype == x.dtype
 
