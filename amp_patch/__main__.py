@@ -22,7 +22,8 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A wrong argument raises SystemExit(2)."""
-    options = make_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = make_parser().parse_args(run_command.with_module_apart(given))
     try:
         return int(options.run(options))
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import amp_patch
+from amp_patch.__main__ import main
 from amp_patch.compat import run_command
 from amp_patch.compat.run_report import RunReport
 from amp_patch.compat.run_settings import RunSettings, published_settings
@@ -114,6 +115,32 @@ def test_module_runs_as_main(
         for name in [name for name in sys.modules if name.partition(".")[0] == "package"]:
             del sys.modules[name]
     assert capsys.readouterr().out == "__main__ 3 ['--flag', '-m']\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "PROGRAM --a -- -x y",
+        "PROGRAM -- -- -m z",
+        "PROGRAM --report r --opt-level O9 -h",
+        "PROGRAM -mine -1 a=b",
+    ],
+)
+@pytest.mark.parametrize("program", ["-m arguments", "-marguments", "arguments.py"])
+def test_arguments_are_those_that_python_would_give(
+    program: str,
+    given: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All that stands behind the program."""
+    monkeypatch.setenv("AMP_PATCH_RUN", "")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arguments.py").write_text("import sys\nprint(sys.argv[1:])")
+    line = given.replace("PROGRAM", program).split()
+    assert main(["run", "--opt-level", "O1", *line]) == 0
+    assert capsys.readouterr().out == f"{given.split()[1:]}\n"
 
 
 def test_report_counts_what_happened(run: Callable[..., int], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,8 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument(
         "-m",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        metavar="MODULE",
+        dest="is_module",
+        action="store_true",
         help="run a module, not a file; the rest are its arguments",
     )
     parser.add_argument(
@@ -50,10 +50,28 @@ def add_command(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def with_module_apart(arguments: Sequence[str]) -> list[str]:
+    """The arguments of the command line with `-m MODULE` for `-mMODULE`, which Python takes too.
+
+    >>> with_module_apart(["run", "--opt-level", "O1", "-mpackage.train", "-mine"])
+    ['run', '--opt-level', 'O1', '-m', 'package.train', '-mine']
+    """
+    found = list(arguments)
+    position = 1
+    while found[:1] == ["run"] and position < len(found):
+        one = found[position]
+        if one.startswith("-m"):
+            found[position : position + 1] = ["-m", one[2:]] if one != "-m" else ["-m"]
+            break
+        if not one.startswith("-"):
+            break
+        position += 2 if one.startswith("--") and "=" not in one else 1  # these take a value
+    return found
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the script. Its SystemExit, and what it raises, pass through."""
-    is_module = options.module is not None
-    target, *arguments = (options.module if is_module else options.arguments) or [None]
+    target, *arguments = options.arguments or [None]
     if target is None:
         print("run: expected a script, or -m and a module", file=sys.stderr)
         return USAGE_ERROR
@@ -62,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         report = str(Path(report).resolve())
         if os.environ.get("RANK", "0") == "0":  # a file that is there is of another process of now
             Path(report).unlink(missing_ok=True)
-    settings = RunSettings(target, is_module, options.opt_level, report)
+    settings = RunSettings(target, options.is_module, options.opt_level, report)
     settings.publish()
     try:
         run_as_main(settings, arguments)
