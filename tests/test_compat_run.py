@@ -227,6 +227,45 @@ def test_spawned_workers_have_the_names(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["steps"] == 1  # of the worker, which trained
 
 
+def test_pool_of_a_script_that_changed_the_folder_returns_its_objects(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import multiprocessing, os
+        from apex import amp
+
+        class Result:
+            def __init__(self, value):
+                self.value = value
+
+        if __name__ == "__main__":
+            os.chdir("/")
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                [found] = pool.map_async(Result, [amp.__name__]).get(60)
+                print(type(found) is Result, found.value)
+        """,
+    )
+    done = in_a_process("-m", "amp_patch", "run", "train.py", cwd=tmp_path)
+    assert done.stdout == "True apex.amp\n", done.stderr
+
+
+@pytest.mark.parametrize("given", ["train.py", "../inner/train.py", "link.py"])
+def test_script_knows_its_file_as_under_python(
+    given: str,
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    script(folder, "import sys\nprint(sys.argv, __file__, sys._getframe().f_code.co_filename)")
+    (folder / "link.py").symlink_to(folder / "train.py")
+    monkeypatch.chdir(folder)
+    assert run(given, "x") == 0
+    assert capsys.readouterr().out == in_a_process(given, "x", cwd=folder).stdout
+
+
 def test_launchers_may_start_the_script_again(tmp_path: Path) -> None:
     """Some frameworks start their other ranks with `python -m`, by the spec of `__main__`."""
     path = script(
@@ -239,12 +278,18 @@ def test_launchers_may_start_the_script_again(tmp_path: Path) -> None:
     assert in_a_process("-m", "amp_patch", "run", str(path)).stdout == "[]\n['again']\n"
 
 
-def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    library = Path(amp_patch.__file__).parents[1]
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        cwd=cwd,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+            "PYTHONPATH": f"{library}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        },
     )

@@ -71,8 +71,7 @@ def with_module_apart(arguments: Sequence[str]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script. Its SystemExit, and what it raises, pass through."""
-    target, *arguments = options.arguments or [None]
-    if target is None:
+    if not options.arguments:
         print("run: expected a script, or -m and a module", file=sys.stderr)
         return USAGE_ERROR
     report = options.report
@@ -80,10 +79,13 @@ def run(options: argparse.Namespace) -> int:
         report = str(Path(report).resolve())
         if os.environ.get("RANK", "0") == "0":  # a file that is there is of another process of now
             Path(report).unlink(missing_ok=True)
+    target = options.arguments[0]
+    if not options.is_module:
+        target = str(Path.cwd() / target)  # links and ".." stay, as in the __file__ of Python
     settings = RunSettings(target, options.is_module, options.opt_level, report)
     settings.publish()
     try:
-        run_as_main(settings, arguments)
+        run_as_main(settings, options.arguments)
     except NoScriptError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR

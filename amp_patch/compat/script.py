@@ -18,6 +18,7 @@ from amp_patch.compat.run_report import RunReport
 from amp_patch.compat.run_settings import RunSettings
 from amp_patch.errors import AmpError
 
+_MAIN = ("__main__", "__mp_main__")  # the second is the first one's name in spawned processes
 _WORKER = "amp_patch.compat.spawned"
 
 
@@ -44,23 +45,28 @@ class _Source(NamedTuple):
     package: str
 
 
-def run_as_main(settings: RunSettings, arguments: Sequence[str]) -> None:
-    """Run the script of `settings` with `arguments`. What it raises passes through.
+def run_as_main(settings: RunSettings, argv: Sequence[str]) -> None:
+    """Run the script of `settings` with `argv`. What it raises passes through.
 
     The names of apex, `sys.argv`, `sys.path` and `__main__` are put back at the end.
     """
     undo = install_as_apex()
     amp_state.opt_level = settings.opt_level
     report = RunReport() if settings.report is not None else None
-    before = sys.argv, sys.path[:], sys.modules["__main__"]
+    before = sys.argv, sys.path[:], {name: sys.modules.get(name) for name in _MAIN}
     try:
-        directory = "" if settings.is_module else str(Path(settings.target).resolve().parent)
-        sys.path.insert(0, directory)
+        own = Path.cwd() if settings.is_module else Path(settings.target).resolve().parent
+        sys.path.insert(0, str(own))
         source = find_source(settings)
-        sys.argv = [source.path, *arguments]
-        execute(source, "__main__")
+        sys.argv = [source.path, *argv[1:]] if settings.is_module else list(argv)
+        execute(source, _MAIN)
     finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = before
+        sys.argv, sys.path[:], modules = before
+        for name, module in modules.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
         if report is not None and settings.report is not None:
             report.close()
             if report.is_of_training or not Path(settings.report).exists():
@@ -81,14 +87,14 @@ def run_in_worker(settings: RunSettings) -> tuple[dict[str, Any], Callable[[], N
         if report is not None and settings.report is not None and report.is_of_training:
             report.write(settings.report)
 
-    return execute(find_source(settings), "__mp_main__"), finish
+    return execute(find_source(settings), _MAIN[1:]), finish
 
 
 def find_source(settings: RunSettings) -> _Source:
     """The code that is to run. NoScriptError if there is none."""
     if not settings.is_module:
         try:
-            with io.open_code(str(Path(settings.target).resolve())) as file:
+            with io.open_code(settings.target) as file:
                 text = file.read()
         except OSError as error:
             raise NoScriptError(f"run: expected a Python script, found {error}") from None
@@ -107,9 +113,9 @@ def find_source(settings: RunSettings) -> _Source:
     return _Source(code, str(spec.origin), spec.name.rpartition(".")[0])
 
 
-def execute(source: _Source, name: str) -> dict[str, Any]:
-    """Run the code as the module `name`, and return its globals."""
-    module = ModuleType(name)
+def execute(source: _Source, names: Sequence[str]) -> dict[str, Any]:
+    """Run the code as the module of these names, and return its globals."""
+    module = ModuleType(names[0])
     vars(module).update(
         __builtins__=builtins,
         __cached__=None,
@@ -117,6 +123,7 @@ def execute(source: _Source, name: str) -> dict[str, Any]:
         __package__=source.package,
         __spec__=_ScriptSpec(source.package),
     )
-    sys.modules[name] = module
+    for name in names:
+        sys.modules[name] = module
     exec(source.code, vars(module))  # noqa: S102 (to run the user's script is the job)
     return vars(module)
