@@ -208,6 +208,43 @@ def test_what_cannot_be_run_is_one_line(
         assert capsys.readouterr().err.startswith("run: expected a")
 
 
+AFTER_THE_SCRIPT = """
+import atexit, pickle, threading
+from apex import amp
+
+class Result:
+    pass
+
+def late(where):
+    from apex.optimizers import FusedAdam
+    assert pickle.loads(pickle.dumps(Result)) is Result
+    train("O1", [1e-3])
+    print("late", where)
+
+def wait():
+    threading.main_thread().join()
+    late("thread")
+
+threading.Thread(target=wait).start()
+atexit.register(late, "handler")
+"""
+
+
+def test_threads_and_exit_handlers_have_the_names_and_are_in_the_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    path = script(tmp_path, TRAINING, AFTER_THE_SCRIPT)
+    done = in_a_process("-m", "amp_patch", "run", "--report", str(report), str(path))
+    assert (done.stdout, done.stderr) == ("late thread\nlate handler\n", "")
+    assert json.loads(report.read_text())["steps"] == 2
+
+
+def test_interrupt_of_the_script_ends_it_as_under_python(tmp_path: Path) -> None:
+    path = str(script(tmp_path, "def wait():\n    raise KeyboardInterrupt\nwait()\n"))
+    plain, done = in_a_process(path), in_a_process("-m", "amp_patch", "run", path)
+    assert done.returncode == plain.returncode != 0
+    assert done.stderr.endswith(plain.stderr.partition("\n")[2])
+
+
 def test_settings_go_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_PATCH_RUN", "")
     settings = RunSettings("train.py", opt_level="O2")

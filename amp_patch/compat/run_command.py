@@ -69,15 +69,18 @@ def with_module_apart(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the script. Its SystemExit, and what it raises, pass through."""
+def run(options: argparse.Namespace, *, until_exit: bool = False) -> int:
+    """Run the script. Its SystemExit, and what it raises, pass through. For `until_exit` see
+    `run_as_main`.
+    """
     if not options.arguments:
         print("run: expected a script, or -m and a module", file=sys.stderr)
         return USAGE_ERROR
     report = options.report
     if report is not None:
         report = str(Path(report).resolve())
-        if os.environ.get("RANK", "0") == "0":  # a file that is there is of another process of now
+        is_first = os.environ.get("RANK", "0") == "0"
+        if is_first and Path(report).is_file():  # for others, it is of another process of now
             Path(report).unlink(missing_ok=True)
     target = options.arguments[0]
     if not options.is_module:
@@ -85,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     settings = RunSettings(target, options.is_module, options.opt_level, report)
     settings.publish()
     try:
-        run_as_main(settings, options.arguments)
+        run_as_main(settings, options.arguments, until_exit=until_exit)
     except NoScriptError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR

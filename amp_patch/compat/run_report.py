@@ -86,8 +86,12 @@ class RunReport:
     def write(self, path: str) -> None:
         """Write it to `path`, whole or not at all."""
         target = Path(path)
+        text = json.dumps(self.figures(), indent=2) + "\n"
+        if target.exists() and not target.is_file():  # a device or a pipe takes the text itself
+            target.write_text(text, encoding="utf-8")
+            return
         temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
-        temporary.write_text(json.dumps(self.figures(), indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(target)
 
     def _watch(self, owner: type, name: str, listener: Callable[..., None]) -> None:
@@ -127,3 +131,34 @@ class RunReport:
 
     def _on_step(self, *_: Any) -> None:
         self._steps += 1
+
+
+def start_report(path: str | None, *, is_main: bool) -> Callable[[], None]:
+    """Begin to count for the report in `path`, if there is one. Returns what ends and writes it.
+
+    Of the processes that trained, the one with the most steps tells; of those that did not, the
+    main one, if nobody else does.
+    """
+    if path is None:
+        return _nothing_to_write
+    report = RunReport()
+    return functools.partial(_finish, report, path, is_main=is_main)
+
+
+def _nothing_to_write() -> None:
+    """There is no report."""
+
+
+def _finish(report: RunReport, path: str, *, is_main: bool) -> None:
+    report.close()
+    told = _steps_in(Path(path))
+    if report.figures()["steps"] >= told if report.is_of_training else is_main and told < 0:
+        report.write(path)
+
+
+def _steps_in(path: Path) -> int:
+    """The steps in a report that is there; -1 if there is none."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.is_file() else -1
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # or it is of something else
+        return -1

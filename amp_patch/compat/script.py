@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import importlib.util
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 from amp_patch.compat.amp_state import amp_state
 from amp_patch.compat.installer import install_as_apex
-from amp_patch.compat.run_report import RunReport
+from amp_patch.compat.run_report import start_report
 from amp_patch.compat.run_settings import RunSettings
 from amp_patch.errors import AmpError
 
@@ -45,49 +47,40 @@ class _Source(NamedTuple):
     package: str
 
 
-def run_as_main(settings: RunSettings, argv: Sequence[str]) -> None:
+def run_as_main(settings: RunSettings, argv: Sequence[str], *, until_exit: bool = False) -> None:
     """Run the script of `settings` with `argv`. What it raises passes through.
 
-    The names of apex, `sys.argv`, `sys.path` and `__main__` are put back at the end.
+    The names of apex, `sys.argv`, `sys.path` and `__main__` are put back at the end, and the report
+    is written. `until_exit` says that the process ends with the script: what it leaves to threads
+    and exit handlers still finds all of this, and the report comes after them.
     """
-    undo = install_as_apex()
-    amp_state.opt_level = settings.opt_level
-    report = RunReport() if settings.report is not None else None
-    before = sys.argv, sys.path[:], {name: sys.modules.get(name) for name in _MAIN}
-    try:
+    with ExitStack() as stack:
+        stack.callback(install_as_apex())
+        modules = {name: sys.modules.get(name) for name in _MAIN}
+        stack.callback(_put_back, sys.argv, sys.path[:], modules)
+        amp_state.opt_level = settings.opt_level
         own = Path.cwd() if settings.is_module else Path(settings.target).resolve().parent
         sys.path.insert(0, str(own))
         source = find_source(settings)
         sys.argv = [source.path, *argv[1:]] if settings.is_module else list(argv)
+        finish = start_report(settings.report, is_main=True)
+        if until_exit:
+            stack.pop_all()
+            atexit.register(finish)  # exit handlers run in reverse: this one after the script's
+        else:
+            stack.callback(finish)
         execute(source, _MAIN)
-    finally:
-        sys.argv, sys.path[:], modules = before
-        for name, module in modules.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module
-        if report is not None and settings.report is not None:
-            report.close()
-            if report.is_of_training or not Path(settings.report).exists():
-                report.write(settings.report)
-        undo()
 
 
-def run_in_worker(settings: RunSettings) -> tuple[dict[str, Any], Callable[[], None]]:
+def run_in_worker(settings: RunSettings) -> dict[str, Any]:
     """Run the script of `settings` as a spawned process does, which makes its functions known.
 
-    Returns its globals, and what to call when the process ends.
+    Returns its globals. All stays in place, and the report is written, when the process ends.
     """
     install_as_apex()
     amp_state.opt_level = settings.opt_level
-    report = RunReport() if settings.report is not None else None
-
-    def finish() -> None:
-        if report is not None and settings.report is not None and report.is_of_training:
-            report.write(settings.report)
-
-    return execute(find_source(settings), _MAIN[1:]), finish
+    atexit.register(start_report(settings.report, is_main=False))
+    return execute(find_source(settings), _MAIN[1:])
 
 
 def find_source(settings: RunSettings) -> _Source:
@@ -111,6 +104,17 @@ def find_source(settings: RunSettings) -> _Source:
     if spec is None or code is None:
         raise NoScriptError(f"run: expected a module that can be run, found {name!r}")
     return _Source(code, str(spec.origin), spec.name.rpartition(".")[0])
+
+
+def _put_back(
+    argv: list[str], search_path: list[str], modules: dict[str, ModuleType | None]
+) -> None:
+    sys.argv, sys.path[:] = argv, search_path
+    for name, module in modules.items():
+        if module is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = module
 
 
 def execute(source: _Source, names: Sequence[str]) -> dict[str, Any]:
