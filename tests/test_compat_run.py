@@ -171,6 +171,28 @@ def test_report_is_written_when_the_script_fails(run: Callable[..., int], tmp_pa
     assert "apex" not in sys.modules
 
 
+@pytest.mark.parametrize("report", ["none/report.json", ""])
+def test_report_that_cannot_be_written_shows_before_the_script_runs(
+    report: str, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("--report", tmp_path / report, script(tmp_path, "print('trained')"))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "--report: expected a file in an existing folder" in shown.err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_report_into_a_pipe_leaves_it_a_pipe(run: Callable[..., int], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    run("--report", pipe, script(tmp_path, TRAINING, "train('O1', [1e-3])"))
+    assert json.loads(os.read(reader, 4096))["steps"] == 1
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
 def test_time_of_the_casts_of_a_layer_is_counted() -> None:
     report = RunReport()
     layer = amp_patch.initialize(torch.nn.Linear(2, 1), opt_level="O1")

@@ -12,7 +12,7 @@ from typing import Any
 from amp_patch.compat.run_settings import RunSettings
 from amp_patch.compat.script import NoScriptError, run_as_main
 from amp_patch.policy import OPT_LEVELS
-from amp_patch.tools.command_arguments import USAGE_ERROR
+from amp_patch.tools.command_arguments import USAGE_ERROR, writable_file
 
 
 def add_command(subparsers: Any) -> None:
@@ -35,6 +35,7 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--report",
+        type=writable_file,
         metavar="FILE",
         help="write level, steps, skips, scales and time in casts as JSON",
     )
@@ -78,14 +79,14 @@ def run(options: argparse.Namespace, *, until_exit: bool = False) -> int:
         return USAGE_ERROR
     report = options.report
     if report is not None:
-        report = str(Path(report).resolve())
+        report = report.resolve()
         is_first = os.environ.get("RANK", "0") == "0"
-        if is_first and Path(report).is_file():  # for others, it is of another process of now
-            Path(report).unlink(missing_ok=True)
+        if is_first and report.is_file():  # for others, it is of another process of now
+            report.unlink(missing_ok=True)
     target = options.arguments[0]
     if not options.is_module:
         target = str(Path.cwd() / target)  # links and ".." stay, as in the __file__ of Python
-    settings = RunSettings(target, options.is_module, options.opt_level, report)
+    settings = RunSettings(target, options.is_module, options.opt_level, report and str(report))
     settings.publish()
     try:
         run_as_main(settings, options.arguments, until_exit=until_exit)
