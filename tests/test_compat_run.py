@@ -252,6 +252,44 @@ atexit.register(late, "handler")
 """
 
 
+FORK = """
+import multiprocessing, os
+
+context = multiprocessing.get_context("fork")
+
+def in_fork(*factors):
+    process = context.Process(target=train, args=("O1", factors))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+@pytest.mark.parametrize(
+    ("body", "steps", "skipped", "calls"),
+    [
+        ("in_fork(1e-3, 1e30, 1e-3)", 2, 1, 1),
+        ("train('O1', []); in_fork(1e-3)", 1, 0, 2),
+        ("in_fork(1e-3); train('O1', [1e-3] * 2)", 2, 0, 1),
+    ],
+    ids=["fork", "initialized before", "trained afterwards"],
+)
+def test_report_is_of_the_process_that_trained(
+    body: str, steps: int, skipped: int, calls: int, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    path = script(tmp_path, TRAINING, FORK, body)
+    done = in_a_process("-m", "amp_patch", "run", "--report", str(report), str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(report.read_text())
+    assert [figures[one] for one in ("steps", "skipped_steps", "initialize_calls")] == [
+        steps,
+        skipped,
+        calls,
+    ]
+
+
 def test_threads_and_exit_handlers_have_the_names_and_are_in_the_report(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     path = script(tmp_path, TRAINING, AFTER_THE_SCRIPT)
