@@ -89,6 +89,25 @@ def test_cross_entropy_is_zero_for_padding(smoothing: float, half_to_float: bool
     torch.testing.assert_close(losses.double(), expected, rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("padding", [-1, -100, 4])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_padding_of_the_cross_entropy_need_not_be_a_class(padding: int, smoothing: float) -> None:
+    logits = torch.randn(3, 4, dtype=torch.float64).float().requires_grad_()
+    labels = torch.tensor([1, padding, 0])
+    losses = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding)
+    kept = logits.detach().double()[[0, 2]]
+    logs = F.log_softmax(kept, -1)
+    expected = -(1 - smoothing) * logs[[0, 1], [1, 0]] - smoothing * logs.mean(1)
+    assert losses[1] == 0
+    torch.testing.assert_close(losses[[0, 2]].double(), expected, rtol=1e-5, atol=1e-6)
+    losses.sum().backward()
+    assert not logits.grad[1].any()
+    target = F.one_hot(torch.tensor([1, 0]), 4) * (1 - smoothing) + smoothing / 4
+    torch.testing.assert_close(
+        logits.grad[[0, 2]].double(), logs.exp() - target, rtol=1e-5, atol=1e-6
+    )
+
+
 def test_applier_has_no_kernels_and_calls_functions_of_the_user() -> None:
     assert not multi_tensor_applier.available
     with pytest.raises(AmpError, match="_foreach_"):
