@@ -23,7 +23,8 @@ def add_command(subparsers: Any) -> None:
         usage="python -m amp_patch run [-h] [--opt-level LEVEL] [--report FILE] "
         "(SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Run an unmodified script as __main__, with amp_patch under the names of apex, "
-        "here and in the processes that it spawns. Under torchrun: torchrun "
+        "here and in its workers of multiprocessing; a Python that it starts by a command of its "
+        "own needs `-m amp_patch run` in that command. Under torchrun: torchrun "
         "--nproc-per-node=2 -m amp_patch run train.py.",
     )
     parser.add_argument(
