@@ -93,6 +93,14 @@ def test_script_is_main_and_gets_its_arguments(
     assert (sys.argv, sys.path) == (argv, search_path)
 
 
+def test_annotations_of_a_script_are_what_python_makes_of_them(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(tmp_path, "def f(x: int): pass\nprint(f.__annotations__, __annotations__)\n")
+    assert run(path) == 0
+    assert capsys.readouterr().out == in_a_process(str(path)).stdout
+
+
 @pytest.mark.parametrize("target", ["package", "package.inner"])
 def test_module_runs_as_main(
     run: Callable[..., int],

@@ -91,7 +91,8 @@ def find_source(settings: RunSettings) -> _Source:
                 text = file.read()
         except OSError as error:
             raise NoScriptError(f"run: expected a Python script, found {error}") from None
-        return _Source(compile(text, settings.target, "exec"), settings.target, "")
+        plain = compile(text, settings.target, "exec", dont_inherit=True)  # not our __future__
+        return _Source(plain, settings.target, "")
     name = settings.target
     try:
         spec = importlib.util.find_spec(name)
@@ -121,6 +122,7 @@ def execute(source: _Source, names: Sequence[str]) -> dict[str, Any]:
     """Run the code as the module of these names, and return its globals."""
     module = ModuleType(names[0])
     vars(module).update(
+        __annotations__={},
         __builtins__=builtins,
         __cached__=None,
         __file__=source.path,
