@@ -105,6 +105,8 @@ WHOLE = {
     "import apex\nx = getattr(apex.optimizers, 'FusedAdam')": "apex.optimizers",
     "import apex.parallel as p\nx = p and p.LARC": "apex.parallel",
     "from apex import optimizers\nf(optimizers, o=optimizers.FusedSGD)": "apex.optimizers",
+    "import apex.parallel as p\ndel p": "apex.parallel",
+    "import apex.parallel as p\ndef f():\n    global p": "apex.parallel",
     "from apex.amp import frontend\nx = [frontend, frontend.initialize]": "apex.amp.frontend",
 }
 
@@ -114,6 +116,13 @@ def test_module_that_is_used_as_a_value_stays_with_all_its_uses(source: str) -> 
     found = migrate_source(f"{source}\n")
     assert found.source.splitlines()[1:] == source.splitlines()
     assert found.remarks[0].startswith(f"{WHOLE[source]} itself is used as a value")
+
+
+def test_name_that_the_amp_of_a_migrated_script_lacks_is_marked() -> None:
+    found = migrate_source("from apex import amp\namp.wrap.make_cast_wrapper(f)\n")
+    assert found.remarks[0].startswith("apex.amp.wrap is not among the names")
+    assert "half_function" in found.remarks[0]
+    assert len(migrate_source("from apex import amp\namp.maybe_print(1)\n").remarks) == 1
 
 
 @pytest.mark.parametrize(

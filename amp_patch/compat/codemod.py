@@ -24,6 +24,7 @@ from amp_patch.compat.targets import (
     find_target,
     is_module,
     longest_known,
+    missing_in_the_face,
     needs_the_face,
     star_names,
 )
@@ -233,6 +234,8 @@ class _Rewriter(cst.CSTTransformer):
             target = find_target(path, is_plain=self._is_plain)
             if target is None:
                 continue
+            if path == AMP:
+                remarks += missing_in_the_face(self._uses.through[local])
             if path == AMP and not self._is_plain:
                 remarks.append(
                     f"the script uses {', '.join(self._why_not_plain)}, for which the face of apex "

@@ -17,6 +17,10 @@ from amp_patch.tools.extras import load_extra
 
 _FAILED = 1
 _NOTEBOOK = ".ipynb"
+_LEFT = (
+    "notebooks are not migrated; put `import amp_patch; amp_patch.install_as_apex()` into the "
+    "first cell, or migrate what `jupyter nbconvert --to script` makes of it"
+)
 _NO_END = "\n\\ No newline at end of file\n"
 
 
@@ -52,12 +56,7 @@ def run(options: argparse.Namespace) -> int:
         if b"apex" not in before:
             continue
         if path.suffix == _NOTEBOOK:
-            print(
-                f"migrate: {path}: notebooks are not migrated; put `import amp_patch; "
-                "amp_patch.install_as_apex()` into the first cell, or migrate what `jupyter "
-                "nbconvert --to script` makes of it",
-                file=sys.stderr,
-            )
+            print(f"migrate: {path}: {_LEFT}", file=sys.stderr)
             failed += 1
             continue
         try:

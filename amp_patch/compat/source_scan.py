@@ -9,6 +9,7 @@ import libcst as cst
 from libcst.metadata import ExpressionContext, ExpressionContextProvider, MetadataWrapper
 
 _PROBES = ("find_spec", "version", "import_module", "__import__", "distribution")
+_WHOLE = (ExpressionContext.LOAD, ExpressionContext.DEL)  # of `global`, too: others may use it
 _MARKS = ("_amp_stash", "_lazy_init_maybe_master_weights", "_amp_state")
 
 
@@ -140,7 +141,7 @@ class _Paths(cst.CSTVisitor):
     def visit_Name(self, node: cst.Name) -> None:  # noqa: N802 (the same)
         self.uses.names.add(node.value)
         context = self.get_metadata(ExpressionContextProvider, node, None)
-        if node.value in self.uses.aliases and context is ExpressionContext.LOAD:
+        if node.value in self.uses.aliases and context in _WHOLE:
             self._note(node.value, self.uses.aliases[node.value])
 
     def _note(self, local: str, path: str) -> None:
