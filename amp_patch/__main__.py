@@ -20,9 +20,15 @@ DEFAULT_EPOCHS = 20
 INTERRUPTED = 130
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code. A wrong argument raises SystemExit(2)."""
-    options = make_parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, *, until_exit: bool = False) -> int:
+    """Run the command line and return its exit code. A wrong argument raises SystemExit(2).
+
+    `until_exit` says that the process ends with it: what `run` puts in place then stays.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    options = make_parser().parse_args(run_command.with_module_apart(given))
+    if options.command == "run":  # of the script, an interrupt is a traceback like any other
+        return run_command.run(options, until_exit=until_exit)
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
@@ -127,4 +133,4 @@ def usable_device(text: str) -> torch.device:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(until_exit=True))

@@ -64,7 +64,7 @@ def test_functional_forms_agree_with_the_modules(normalization: ModuleType) -> N
     rms = normalization.fused_rms_norm_affine(x, weight, 6, 1e-5)
     torch.testing.assert_close(rms.double(), oracle(x, weight, None))
     assert torch.equal(normalization.manual_rms_norm(x, 6, weight, 1e-5), rms)
-    assert normalization.fused_layer_norm(x, 6).mean().abs() < 1e-6
+    assert normalization.fused_layer_norm.fused_layer_norm(x, 6).mean().abs() < 1e-6
     assert normalization.fused_rms_norm(x.half(), 6).dtype is torch.float16
     assert normalization.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 6).dtype == x.dtype
 
@@ -87,6 +87,25 @@ def test_cross_entropy_is_zero_for_padding(smoothing: float, half_to_float: bool
     expected = -(1 - smoothing) * logs.gather(1, labels[:, None])[:, 0] - smoothing * logs.mean(1)
     expected[labels == 0] = 0
     torch.testing.assert_close(losses.double(), expected, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("padding", [-1, -100, 4])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_padding_of_the_cross_entropy_need_not_be_a_class(padding: int, smoothing: float) -> None:
+    logits = torch.randn(3, 4, dtype=torch.float64).float().requires_grad_()
+    labels = torch.tensor([1, padding, 0])
+    losses = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding)
+    kept = logits.detach().double()[[0, 2]]
+    logs = F.log_softmax(kept, -1)
+    expected = -(1 - smoothing) * logs[[0, 1], [1, 0]] - smoothing * logs.mean(1)
+    assert losses[1] == 0
+    torch.testing.assert_close(losses[[0, 2]].double(), expected, rtol=1e-5, atol=1e-6)
+    losses.sum().backward()
+    assert not logits.grad[1].any()
+    target = F.one_hot(torch.tensor([1, 0]), 4) * (1 - smoothing) + smoothing / 4
+    torch.testing.assert_close(
+        logits.grad[[0, 2]].double(), logs.exp() - target, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_applier_has_no_kernels_and_calls_functions_of_the_user() -> None:

@@ -107,6 +107,15 @@ def test_state_is_an_object_that_shadows_its_module(undo: Callable[[], None]) ->
     assert namespace["x"] is state
 
 
+def test_module_is_an_attribute_of_its_package_unless_apex_put_its_own_in_that_place(
+    undo: Callable[[], None],
+) -> None:
+    shadowed = {"apex.amp._amp_state", "apex.parallel.LARC"}  # by the __init__ of these packages
+    for name in NAMES.keys() - shadowed - {"apex"}:
+        package, _, own = name.rpartition(".")
+        assert getattr(importlib.import_module(package), own) is sys.modules[name], name
+
+
 def test_functions_are_in_the_dict_of_the_module(undo: Callable[[], None]) -> None:
     amp = importlib.import_module("apex.amp")
     assert "state_dict" in amp.__dict__
@@ -167,6 +176,7 @@ def test_every_name_of_apex_amp_is_in_the_module_for_migrated_scripts() -> None:
     face = importlib.import_module("amp_patch.compat.apex_amp")
     undo = install_as_apex()
     amp = importlib.import_module("apex.amp")
+    assert NAMES["apex.amp"].keys() <= set(face.__all__)
     assert {name for name in face.__all__ if getattr(face, name) is not getattr(amp, name)} == {
         "lists"  # a module here, and one of the names of apex there
     }

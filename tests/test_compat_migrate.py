@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from amp_patch.compat.codemod import migrate_source
 from amp_patch.compat.names import NAMES
 from amp_patch.compat.targets import find_target
 
+GIT = shutil.which("git")
 NEXT = "# amp_patch migrate: "
 
 REWRITTEN = {
@@ -94,6 +98,41 @@ def test_import_stays_where_one_of_its_uses_is_unknown() -> None:
     found = migrate_source(source)
     assert found.source.endswith(source)
     assert found.remarks == [found.source.splitlines()[0].removeprefix(NEXT)]
+
+
+WHOLE = {
+    "import apex\nif apex is not None:\n    x = apex.parallel.LARC": "apex",
+    "import apex\nx = getattr(apex.optimizers, 'FusedAdam')": "apex.optimizers",
+    "import apex.parallel as p\nx = p and p.LARC": "apex.parallel",
+    "from apex import optimizers\nf(optimizers, o=optimizers.FusedSGD)": "apex.optimizers",
+    "import apex.parallel as p\ndel p": "apex.parallel",
+    "import apex.parallel as p\ndef f():\n    global p": "apex.parallel",
+    "from apex.amp import frontend\nx = [frontend, frontend.initialize]": "apex.amp.frontend",
+}
+
+
+@pytest.mark.parametrize("source", WHOLE)
+def test_module_that_is_used_as_a_value_stays_with_all_its_uses(source: str) -> None:
+    found = migrate_source(f"{source}\n")
+    assert found.source.splitlines()[1:] == source.splitlines()
+    assert found.remarks[0].startswith(f"{WHOLE[source]} itself is used as a value")
+
+
+def test_name_that_the_amp_of_a_migrated_script_lacks_is_marked() -> None:
+    found = migrate_source("from apex import amp\namp.wrap.make_cast_wrapper(f)\n")
+    assert found.remarks[0].startswith("apex.amp.wrap is not among the names")
+    assert "half_function" in found.remarks[0]
+    assert len(migrate_source("from apex import amp\namp.maybe_print(1)\n").remarks) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["if args.apex: pass", "f(apex=1)", "def apex(): pass", "class A:\n    apex = None"]
+)
+def test_same_word_that_is_no_use_of_the_module_keeps_nothing(line: str) -> None:
+    found = migrate_source(f"import apex.parallel\nx = apex.parallel.LARC\n{line}\n")
+    assert found.source == (
+        f"import amp_patch.compat.larc\nx = amp_patch.compat.larc.LARC\n{line}\n"
+    )
 
 
 def test_script_that_reads_private_state_keeps_the_face() -> None:
@@ -181,6 +220,52 @@ def test_file_of_another_age_is_named_and_the_others_go_on(
     assert "a.py" in capsys.readouterr().err
     assert (tmp_path / "b.py").read_text() == "import amp_patch as amp\n"
     assert command(str(tmp_path / "none")) == 2
+
+
+@pytest.mark.skipif(GIT is None, reason="git applies the difference")
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"from apex import amp",
+        b"x = 1\nfrom apex import amp\nprint(x)",
+        b"from apex import amp\n\x0cx = '\xe2\x80\xa8'\n\x0c\ny = 2\n",
+        b"from apex import amp\r\nx = 1\r\n",
+    ],
+    ids=["one line", "last line", "form feeds", "CRLF"],
+)
+def test_difference_is_a_patch_that_makes_what_write_makes(
+    source: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("a.py")
+    path.write_bytes(source)
+    assert command("a.py") == 0
+    patch = capsys.readouterr().out.encode()
+    subprocess.run([str(GIT), "apply", "-"], input=patch, check=True)
+    patched = path.read_bytes()
+    path.write_bytes(source)
+    assert command("a.py", "--write") == 0
+    assert patched == path.read_bytes() != source
+
+
+def test_notebook_is_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text("from apex import amp\n")
+    notebook = tmp_path / "b.ipynb"
+    notebook.write_text(json.dumps({"cells": [{"source": ["from apex import amp"]}]}))
+    (tmp_path / "c.ipynb").write_text(json.dumps({"cells": []}))
+    for path in (tmp_path, notebook):
+        assert command(str(path), "--write") == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2
+        assert lines[0].startswith(f"migrate: {notebook}: notebooks are not migrated")
+        assert "install_as_apex" in lines[0]
+        assert lines[1].endswith("1 file(s) not migrated")
+    assert (tmp_path / "a.py").read_text() == "import amp_patch as amp\n"
 
 
 def test_missing_library_is_one_line(

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import amp_patch
+from amp_patch.__main__ import main
 from amp_patch.compat import run_command
 from amp_patch.compat.run_report import RunReport
 from amp_patch.compat.run_settings import RunSettings, published_settings
@@ -92,6 +93,14 @@ def test_script_is_main_and_gets_its_arguments(
     assert (sys.argv, sys.path) == (argv, search_path)
 
 
+def test_annotations_of_a_script_are_what_python_makes_of_them(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(tmp_path, "def f(x: int): pass\nprint(f.__annotations__, __annotations__)\n")
+    assert run(path) == 0
+    assert capsys.readouterr().out == in_a_process(str(path)).stdout
+
+
 @pytest.mark.parametrize("target", ["package", "package.inner"])
 def test_module_runs_as_main(
     run: Callable[..., int],
@@ -114,6 +123,32 @@ def test_module_runs_as_main(
         for name in [name for name in sys.modules if name.partition(".")[0] == "package"]:
             del sys.modules[name]
     assert capsys.readouterr().out == "__main__ 3 ['--flag', '-m']\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "PROGRAM --a -- -x y",
+        "PROGRAM -- -- -m z",
+        "PROGRAM --report r --opt-level O9 -h",
+        "PROGRAM -mine -1 a=b",
+    ],
+)
+@pytest.mark.parametrize("program", ["-m arguments", "-marguments", "arguments.py"])
+def test_arguments_are_those_that_python_would_give(
+    program: str,
+    given: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All that stands behind the program."""
+    monkeypatch.setenv("AMP_PATCH_RUN", "")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arguments.py").write_text("import sys\nprint(sys.argv[1:])")
+    line = given.replace("PROGRAM", program).split()
+    assert main(["run", "--opt-level", "O1", *line]) == 0
+    assert capsys.readouterr().out == f"{given.split()[1:]}\n"
 
 
 def test_report_counts_what_happened(run: Callable[..., int], tmp_path: Path) -> None:
@@ -142,6 +177,28 @@ def test_report_is_written_when_the_script_fails(run: Callable[..., int], tmp_pa
     assert caught.value.code == 3
     assert json.loads(report.read_text())["steps"] == 1
     assert "apex" not in sys.modules
+
+
+@pytest.mark.parametrize("report", ["none/report.json", ""])
+def test_report_that_cannot_be_written_shows_before_the_script_runs(
+    report: str, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("--report", tmp_path / report, script(tmp_path, "print('trained')"))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "--report: expected a file in an existing folder" in shown.err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_report_into_a_pipe_leaves_it_a_pipe(run: Callable[..., int], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    run("--report", pipe, script(tmp_path, TRAINING, "train('O1', [1e-3])"))
+    assert json.loads(os.read(reader, 4096))["steps"] == 1
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_time_of_the_casts_of_a_layer_is_counted() -> None:
@@ -181,6 +238,81 @@ def test_what_cannot_be_run_is_one_line(
         assert capsys.readouterr().err.startswith("run: expected a")
 
 
+AFTER_THE_SCRIPT = """
+import atexit, pickle, threading
+from apex import amp
+
+class Result:
+    pass
+
+def late(where):
+    from apex.optimizers import FusedAdam
+    assert pickle.loads(pickle.dumps(Result)) is Result
+    train("O1", [1e-3])
+    print("late", where)
+
+def wait():
+    threading.main_thread().join()
+    late("thread")
+
+threading.Thread(target=wait).start()
+atexit.register(late, "handler")
+"""
+
+
+FORK = """
+import multiprocessing, os
+
+context = multiprocessing.get_context("fork")
+
+def in_fork(*factors):
+    process = context.Process(target=train, args=("O1", factors))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+@pytest.mark.parametrize(
+    ("body", "steps", "skipped", "calls"),
+    [
+        ("in_fork(1e-3, 1e30, 1e-3)", 2, 1, 1),
+        ("train('O1', []); in_fork(1e-3)", 1, 0, 2),
+        ("in_fork(1e-3); train('O1', [1e-3] * 2)", 2, 0, 1),
+    ],
+    ids=["fork", "initialized before", "trained afterwards"],
+)
+def test_report_is_of_the_process_that_trained(
+    body: str, steps: int, skipped: int, calls: int, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    path = script(tmp_path, TRAINING, FORK, body)
+    done = in_a_process("-m", "amp_patch", "run", "--report", str(report), str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(report.read_text())
+    assert [figures[one] for one in ("steps", "skipped_steps", "initialize_calls")] == [
+        steps,
+        skipped,
+        calls,
+    ]
+
+
+def test_threads_and_exit_handlers_have_the_names_and_are_in_the_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    path = script(tmp_path, TRAINING, AFTER_THE_SCRIPT)
+    done = in_a_process("-m", "amp_patch", "run", "--report", str(report), str(path))
+    assert (done.stdout, done.stderr) == ("late thread\nlate handler\n", "")
+    assert json.loads(report.read_text())["steps"] == 2
+
+
+def test_interrupt_of_the_script_ends_it_as_under_python(tmp_path: Path) -> None:
+    path = str(script(tmp_path, "def wait():\n    raise KeyboardInterrupt\nwait()\n"))
+    plain, done = in_a_process(path), in_a_process("-m", "amp_patch", "run", path)
+    assert done.returncode == plain.returncode != 0
+    assert done.stderr.endswith(plain.stderr.partition("\n")[2])
+
+
 def test_settings_go_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_PATCH_RUN", "")
     settings = RunSettings("train.py", opt_level="O2")
@@ -200,6 +332,45 @@ def test_spawned_workers_have_the_names(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["steps"] == 1  # of the worker, which trained
 
 
+def test_pool_of_a_script_that_changed_the_folder_returns_its_objects(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import multiprocessing, os
+        from apex import amp
+
+        class Result:
+            def __init__(self, value):
+                self.value = value
+
+        if __name__ == "__main__":
+            os.chdir("/")
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                [found] = pool.map_async(Result, [amp.__name__]).get(60)
+                print(type(found) is Result, found.value)
+        """,
+    )
+    done = in_a_process("-m", "amp_patch", "run", "train.py", cwd=tmp_path)
+    assert done.stdout == "True apex.amp\n", done.stderr
+
+
+@pytest.mark.parametrize("given", ["train.py", "../inner/train.py", "link.py"])
+def test_script_knows_its_file_as_under_python(
+    given: str,
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    script(folder, "import sys\nprint(sys.argv, __file__, sys._getframe().f_code.co_filename)")
+    (folder / "link.py").symlink_to(folder / "train.py")
+    monkeypatch.chdir(folder)
+    assert run(given, "x") == 0
+    assert capsys.readouterr().out == in_a_process(given, "x", cwd=folder).stdout
+
+
 def test_launchers_may_start_the_script_again(tmp_path: Path) -> None:
     """Some frameworks start their other ranks with `python -m`, by the spec of `__main__`."""
     path = script(
@@ -212,12 +383,18 @@ def test_launchers_may_start_the_script_again(tmp_path: Path) -> None:
     assert in_a_process("-m", "amp_patch", "run", str(path)).stdout == "[]\n['again']\n"
 
 
-def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    library = Path(amp_patch.__file__).parents[1]
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        cwd=cwd,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+            "PYTHONPATH": f"{library}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        },
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from amp_patch.compat import lists
+from amp_patch.compat.amp_state import AmpState, maybe_print, warn_or_err
 from amp_patch.compat.amp_state import amp_state as _amp_state
 from amp_patch.compat.frontend import init, initialize, load_state_dict, scale_loss, state_dict
+from amp_patch.compat.handle import AmpHandle, NoOpHandle
 from amp_patch.compat.registrations import (
     float_function,
     half_function,
@@ -16,6 +18,9 @@ from amp_patch.compat.registrations import (
 from amp_patch.training import disable_casts, master_params
 
 __all__ = [
+    "AmpHandle",
+    "AmpState",
+    "NoOpHandle",
     "_amp_state",
     "disable_casts",
     "float_function",
@@ -25,10 +30,12 @@ __all__ = [
     "lists",
     "load_state_dict",
     "master_params",
+    "maybe_print",
     "promote_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
     "scale_loss",
     "state_dict",
+    "warn_or_err",
 ]

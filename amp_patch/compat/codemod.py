@@ -24,11 +24,16 @@ from amp_patch.compat.targets import (
     find_target,
     is_module,
     longest_known,
+    missing_in_the_face,
     needs_the_face,
     star_names,
 )
 
 _MARK = "# amp_patch migrate: "
+_USED_WHOLE = (
+    "{} itself is used as a value, and no one module stands in its place; name what the script "
+    "takes from it, or call amp_patch.install_as_apex() above this line"
+)
 _PROBED = "asks for apex by a string; ask for amp_patch, or for nothing"
 
 
@@ -229,6 +234,8 @@ class _Rewriter(cst.CSTTransformer):
             target = find_target(path, is_plain=self._is_plain)
             if target is None:
                 continue
+            if path == AMP:
+                remarks += missing_in_the_face(self._uses.through[local])
             if path == AMP and not self._is_plain:
                 remarks.append(
                     f"the script uses {', '.join(self._why_not_plain)}, for which the face of apex "
@@ -257,10 +264,16 @@ class _Rewriter(cst.CSTTransformer):
         return not self._unknown(local)
 
     def _unknown(self, local: str) -> list[str]:
+        whole = {
+            path
+            for path in self._uses.values[local]
+            if is_module(path) and find_target(path, is_plain=self._is_plain) is None
+        }
         return [
-            missing_name(path)
+            _USED_WHOLE.format(path) if path in whole else missing_name(path)
             for path in sorted(self._uses.through[local])
-            if not is_module(path) and longest_known(path, is_plain=self._is_plain) is None
+            if path in whole
+            or not (is_module(path) or longest_known(path, is_plain=self._is_plain))
         ]
 
 

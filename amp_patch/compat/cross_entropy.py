@@ -24,10 +24,14 @@ class SoftmaxCrossEntropyLoss:
     ) -> torch.Tensor:
         """Losses of shape (samples,) of `logits` (samples, classes), computed in FP32.
 
-        Zero where a label is `padding_idx`. In the dtype of `logits` unless `half_to_float`.
+        Zero where a label is `padding_idx`, which need not be a class. In the dtype of `logits`
+        unless `half_to_float`.
         """
         losses = F.cross_entropy(
-            logits.float(), labels, reduction="none", label_smoothing=smoothing
+            logits.float(),
+            labels,
+            ignore_index=padding_idx,
+            reduction="none",
+            label_smoothing=smoothing,
         )
-        losses = losses.masked_fill(labels == padding_idx, 0.0)
         return losses if half_to_float else losses.to(logits.dtype)

@@ -49,7 +49,7 @@ _PARALLEL = _of("compat.parallel", "DistributedDataParallel Reducer")
 _LAYER_NORM = _of(
     "compat.normalization",
     "FusedLayerNorm MixedFusedLayerNorm FusedRMSNorm MixedFusedRMSNorm manual_rms_norm "
-    "fused_layer_norm fused_layer_norm_affine mixed_dtype_fused_layer_norm_affine "
+    "fused_layer_norm_affine mixed_dtype_fused_layer_norm_affine "
     "fused_rms_norm fused_rms_norm_affine mixed_dtype_fused_rms_norm_affine",
 )
 _OPTIMIZERS = {
@@ -119,7 +119,10 @@ NAMES: Mapping[str, Rows] = MappingProxyType(
             **_of("compat.loss_scalers", "to_python_float"),
         },
         "apex.normalization": _LAYER_NORM,
-        "apex.normalization.fused_layer_norm": _LAYER_NORM,
+        "apex.normalization.fused_layer_norm": {
+            **_LAYER_NORM,
+            **_of("compat.normalization", "fused_layer_norm"),  # in the package, the module
+        },
         "apex.contrib": {},
         "apex.contrib.clip_grad": {"clip_grad_norm_": "torch.nn.utils:clip_grad_norm_"},
         "apex.contrib.clip_grad.clip_grad": {"clip_grad_norm_": "torch.nn.utils:clip_grad_norm_"},

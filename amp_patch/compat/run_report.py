@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _CASTS: tuple[tuple[type, str], ...] = (
     (CastOutputs, "cast"),
     (MasterWeights, "copy_to_model"),
 )
+_LAST = -1_000_000  # of the finalizers of a process
 
 
 class RunReport:
@@ -86,8 +88,12 @@ class RunReport:
     def write(self, path: str) -> None:
         """Write it to `path`, whole or not at all."""
         target = Path(path)
+        text = json.dumps(self.figures(), indent=2) + "\n"
+        if target.exists() and not target.is_file():  # a device or a pipe takes the text itself
+            target.write_text(text, encoding="utf-8")
+            return
         temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
-        temporary.write_text(json.dumps(self.figures(), indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(target)
 
     def _watch(self, owner: type, name: str, listener: Callable[..., None]) -> None:
@@ -127,3 +133,47 @@ class RunReport:
 
     def _on_step(self, *_: Any) -> None:
         self._steps += 1
+        self._rank = max(self._rank, rank())  # of a fork, it may be known after `initialize`
+
+
+def start_report(path: str | None, *, is_main: bool) -> Callable[[], None]:
+    """Begin to count for the report in `path`, if there is one. Returns what ends and writes it.
+
+    Of the processes that trained, the one with the most steps tells, forked ones among them; of
+    those that did not, the main one, if nobody else does.
+    """
+    if path is None:
+        return _nothing_to_write
+    report = RunReport()
+    register_after_fork(report, functools.partial(_continue_in_fork, path=path))
+    return functools.partial(_finish, report, path, is_main=is_main)
+
+
+def _nothing_to_write() -> None:
+    """There is no report."""
+
+
+def _continue_in_fork(report: RunReport, path: str) -> None:
+    """A process of `multiprocessing` ends without the exit handlers, but with its finalizers."""
+    before = report.figures()
+
+    def finish() -> None:
+        if report.figures() != before:  # a data loader's worker has nothing to tell
+            _finish(report, path, is_main=False)
+
+    Finalize(None, finish, exitpriority=_LAST)
+
+
+def _finish(report: RunReport, path: str, *, is_main: bool) -> None:
+    report.close()
+    told = _steps_in(Path(path))
+    if report.figures()["steps"] >= told if report.is_of_training else is_main and told < 0:
+        report.write(path)
+
+
+def _steps_in(path: Path) -> int:
+    """The steps in a report that is there; -1 if there is none."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.is_file() else -1
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # or it is of something else
+        return -1

@@ -14,7 +14,10 @@ VARIABLE = "AMP_PATCH_RUN"
 
 @dataclass(frozen=True)
 class RunSettings:
-    """A script, or a module if `is_module`, the level in place of its own, and the report file."""
+    """A script, or a module if `is_module`, the level in place of its own, and the report file.
+
+    Files are absolute: the script, and who starts a process, may change the folder.
+    """
 
     target: str
     is_module: bool = False

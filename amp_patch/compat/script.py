@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import importlib.util
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -14,10 +16,11 @@ from typing import Any, NamedTuple
 
 from amp_patch.compat.amp_state import amp_state
 from amp_patch.compat.installer import install_as_apex
-from amp_patch.compat.run_report import RunReport
+from amp_patch.compat.run_report import start_report
 from amp_patch.compat.run_settings import RunSettings
 from amp_patch.errors import AmpError
 
+_MAIN = ("__main__", "__mp_main__")  # the second is the first one's name in spawned processes
 _WORKER = "amp_patch.compat.spawned"
 
 
@@ -44,55 +47,52 @@ class _Source(NamedTuple):
     package: str
 
 
-def run_as_main(settings: RunSettings, arguments: Sequence[str]) -> None:
-    """Run the script of `settings` with `arguments`. What it raises passes through.
+def run_as_main(settings: RunSettings, argv: Sequence[str], *, until_exit: bool = False) -> None:
+    """Run the script of `settings` with `argv`. What it raises passes through.
 
-    The names of apex, `sys.argv`, `sys.path` and `__main__` are put back at the end.
+    The names of apex, `sys.argv`, `sys.path` and `__main__` are put back at the end, and the report
+    is written. `until_exit` says that the process ends with the script: what it leaves to threads
+    and exit handlers still finds all of this, and the report comes after them.
     """
-    undo = install_as_apex()
-    amp_state.opt_level = settings.opt_level
-    report = RunReport() if settings.report is not None else None
-    before = sys.argv, sys.path[:], sys.modules["__main__"]
-    try:
-        directory = "" if settings.is_module else str(Path(settings.target).resolve().parent)
-        sys.path.insert(0, directory)
+    with ExitStack() as stack:
+        stack.callback(install_as_apex())
+        modules = {name: sys.modules.get(name) for name in _MAIN}
+        stack.callback(_put_back, sys.argv, sys.path[:], modules)
+        amp_state.opt_level = settings.opt_level
+        own = Path.cwd() if settings.is_module else Path(settings.target).resolve().parent
+        sys.path.insert(0, str(own))
         source = find_source(settings)
-        sys.argv = [source.path, *arguments]
-        execute(source, "__main__")
-    finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = before
-        if report is not None and settings.report is not None:
-            report.close()
-            if report.is_of_training or not Path(settings.report).exists():
-                report.write(settings.report)
-        undo()
+        sys.argv = [source.path, *argv[1:]] if settings.is_module else list(argv)
+        finish = start_report(settings.report, is_main=True)
+        if until_exit:
+            stack.pop_all()
+            atexit.register(finish)  # exit handlers run in reverse: this one after the script's
+        else:
+            stack.callback(finish)
+        execute(source, _MAIN)
 
 
-def run_in_worker(settings: RunSettings) -> tuple[dict[str, Any], Callable[[], None]]:
+def run_in_worker(settings: RunSettings) -> dict[str, Any]:
     """Run the script of `settings` as a spawned process does, which makes its functions known.
 
-    Returns its globals, and what to call when the process ends.
+    Returns its globals. All stays in place, and the report is written, when the process ends.
     """
     install_as_apex()
     amp_state.opt_level = settings.opt_level
-    report = RunReport() if settings.report is not None else None
-
-    def finish() -> None:
-        if report is not None and settings.report is not None and report.is_of_training:
-            report.write(settings.report)
-
-    return execute(find_source(settings), "__mp_main__"), finish
+    atexit.register(start_report(settings.report, is_main=False))
+    return execute(find_source(settings), _MAIN[1:])
 
 
 def find_source(settings: RunSettings) -> _Source:
     """The code that is to run. NoScriptError if there is none."""
     if not settings.is_module:
         try:
-            with io.open_code(str(Path(settings.target).resolve())) as file:
+            with io.open_code(settings.target) as file:
                 text = file.read()
         except OSError as error:
             raise NoScriptError(f"run: expected a Python script, found {error}") from None
-        return _Source(compile(text, settings.target, "exec"), settings.target, "")
+        plain = compile(text, settings.target, "exec", dont_inherit=True)  # not our __future__
+        return _Source(plain, settings.target, "")
     name = settings.target
     try:
         spec = importlib.util.find_spec(name)
@@ -107,16 +107,29 @@ def find_source(settings: RunSettings) -> _Source:
     return _Source(code, str(spec.origin), spec.name.rpartition(".")[0])
 
 
-def execute(source: _Source, name: str) -> dict[str, Any]:
-    """Run the code as the module `name`, and return its globals."""
-    module = ModuleType(name)
+def _put_back(
+    argv: list[str], search_path: list[str], modules: dict[str, ModuleType | None]
+) -> None:
+    sys.argv, sys.path[:] = argv, search_path
+    for name, module in modules.items():
+        if module is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = module
+
+
+def execute(source: _Source, names: Sequence[str]) -> dict[str, Any]:
+    """Run the code as the module of these names, and return its globals."""
+    module = ModuleType(names[0])
     vars(module).update(
+        __annotations__={},
         __builtins__=builtins,
         __cached__=None,
         __file__=source.path,
         __package__=source.package,
         __spec__=_ScriptSpec(source.package),
     )
-    sys.modules[name] = module
+    for name in names:
+        sys.modules[name] = module
     exec(source.code, vars(module))  # noqa: S102 (to run the user's script is the job)
     return vars(module)

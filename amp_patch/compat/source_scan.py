@@ -6,19 +6,23 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import libcst as cst
+from libcst.metadata import ExpressionContext, ExpressionContextProvider, MetadataWrapper
 
 _PROBES = ("find_spec", "version", "import_module", "__import__", "distribution")
+_WHOLE = (ExpressionContext.LOAD, ExpressionContext.DEL)  # of `global`, too: others may use it
 _MARKS = ("_amp_stash", "_lazy_init_maybe_master_weights", "_amp_state")
 
 
 @dataclass
 class Uses:
-    """What local names stand for in apex, and the paths in apex that each of them is used for; all
-    names; private attributes that are asked of optimizers.
+    """What local names stand for in apex; the paths in apex that each of them is used for, and
+    those of them that are used whole, as values; all names; private attributes that are asked of
+    optimizers.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)
     through: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    values: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     names: set[str] = field(default_factory=set)
     marks: set[str] = field(default_factory=set)
 
@@ -32,7 +36,7 @@ def scan(module: cst.Module) -> Uses:
     """Look through `module` twice: names first, then what they are used for."""
     uses = Uses()
     module.visit(_Aliases(uses))
-    module.visit(_Paths(uses))
+    MetadataWrapper(module, unsafe_skip_copy=True).visit(_Paths(uses))
     return uses
 
 
@@ -103,7 +107,10 @@ class _Aliases(cst.CSTVisitor):
 
 
 class _Paths(cst.CSTVisitor):
+    METADATA_DEPENDENCIES = (ExpressionContextProvider,)
+
     def __init__(self, uses: Uses) -> None:
+        super().__init__()
         self.uses = uses
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802 (libcst looks for this name)
@@ -122,12 +129,24 @@ class _Paths(cst.CSTVisitor):
             self.uses.marks.add(node.attr.value)
         path = apex_path(node, self.uses)
         if path is None:
-            return True
-        self.uses.through[dotted_name(node).partition(".")[0]].add(path)
+            node.value.visit(self)
+        else:
+            self._note(dotted_name(node).partition(".")[0], path)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:  # noqa: N802 (the same)
+        node.value.visit(self)  # and not its keyword, which is no use of a name
         return False
 
     def visit_Name(self, node: cst.Name) -> None:  # noqa: N802 (the same)
         self.uses.names.add(node.value)
+        context = self.get_metadata(ExpressionContextProvider, node, None)
+        if node.value in self.uses.aliases and context in _WHOLE:
+            self._note(node.value, self.uses.aliases[node.value])
+
+    def _note(self, local: str, path: str) -> None:
+        self.uses.through[local].add(path)
+        self.uses.values[local].add(path)
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:  # noqa: N802 (the same)
         if node.evaluated_value in _MARKS:

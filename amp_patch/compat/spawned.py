@@ -6,15 +6,14 @@ start it again with `python -m`. Both find this module in the script's place.
 
 from __future__ import annotations
 
-import atexit
 import sys
 
 from amp_patch.compat.run_settings import published_settings
 from amp_patch.compat.script import run_as_main, run_in_worker
 
 if __name__ == "__main__":
-    run_as_main(published_settings(), sys.argv[1:])
+    _settings = published_settings()
+    run_as_main(_settings, [_settings.target, *sys.argv[1:]], until_exit=True)
 elif __name__ == "__mp_main__":
-    _found, _finish = run_in_worker(published_settings())
-    atexit.register(_finish)
+    _found = run_in_worker(published_settings())
     globals().update({name: value for name, value in _found.items() if name != "__spec__"})

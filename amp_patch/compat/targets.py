@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import amp_patch
 from amp_patch.compat.names import NAMES
+from amp_patch.compat.replacements import missing_name
 
 AMP = "apex.amp"
 _FACE = "amp_patch.compat.apex_amp"
@@ -86,3 +87,10 @@ def needs_the_face(uses: Iterable[str]) -> list[str]:
         if path.startswith("apex.parallel") and "LARC" in parts:
             found.add("LARC")
     return sorted(found)
+
+
+def missing_in_the_face(uses: Iterable[str]) -> list[str]:
+    """The sentences for names of `apex.amp` that a migrated script does not find in its `amp`."""
+    names = {path.split(".")[2] for path in uses if path.startswith(f"{AMP}.")}
+    known = {"lists", "__dict__", *amp_patch.__all__, *NAMES[AMP]}
+    return [missing_name(f"{AMP}.{name}") for name in sorted(names - known)]

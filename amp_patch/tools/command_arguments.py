@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -48,10 +49,12 @@ def positive_count(text: str) -> int:
 
 
 def writable_file(text: str) -> Path:
-    """Parse the path of a file; a folder that is missing shows before the work, not after."""
+    """Parse the path of a file; one that cannot be written shows before the work, not after."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing folder, found {text!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, found {text!r}")
     return path
 
 
