@@ -21,7 +21,7 @@ _LARGEST: Mapping[torch.dtype, float] = MappingProxyType(
     {dtype: torch.finfo(dtype).max for dtype in CASTABLE}
 )
 # The quickest way to a dtype: `tensor.to(dtype)` takes twice the time.
-TO: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
+_TO: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         torch.float16: torch.Tensor.half,
         torch.bfloat16: torch.Tensor.bfloat16,
@@ -54,7 +54,7 @@ def cast_value(cast: Cast, dtype: torch.dtype, value: Any) -> Any:
         found = value.dtype
         if found is dtype or found not in CASTABLE:
             return value
-        return cast(value, dtype) if type(value) is Parameter else TO[dtype](value)
+        return cast(value, dtype) if type(value) is Parameter else _TO[dtype](value)
     if type(value) in (list, tuple):
         items = cast_all(cast, dtype, value)
         return value if items is value else type(value)(items)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_patch.casts.arguments import (
-    TO,
     Args,
     Cast,
     Kwargs,
@@ -73,7 +72,7 @@ def _make_half(original: Any, row: OpRule, context: CastContext) -> Call:
 def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
     """As `_make_half`, and quicker for what is called most: two operands."""
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
-    operand, cast, cast_weight = _make_operand(context), context.cast, context.cache.cast
+    cast, cast_weight = context.cast, context.cache.cast
 
     def call(*args: Any, **kwargs: Any) -> Any:
         dtype = active_dtype()
@@ -83,11 +82,11 @@ def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
             return in_half(*args, **kwargs)
         one, two = args
         if type(one) is not Tensor or one.dtype is not dtype:
-            one = operand(one, dtype)
+            one = cast_value(cast, dtype, one)
         if type(two) is Parameter:
             two = cast_weight(two, dtype)
         elif type(two) is not Tensor or two.dtype is not dtype:
-            two = operand(two, dtype)
+            two = cast_value(cast, dtype, two)
         try:
             return original(one, two)
         except RuntimeError:
@@ -101,7 +100,7 @@ def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
 def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Call:
     """As `_make_half`, and quicker for layers: an input, a weight, a bias, and the geometry."""
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
-    operand, cast, cast_weight = _make_operand(context), context.cast, context.cache.cast
+    cast, cast_weight = context.cast, context.cache.cast
 
     def call(*args: Any, **kwargs: Any) -> Any:
         dtype = active_dtype()
@@ -109,10 +108,15 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
             return in_half(*args, **kwargs)
         source, weight, bias, *geometry = args
         if type(source) is not Tensor or source.dtype is not dtype:
-            source = operand(source, dtype)
-        weight = (cast_weight if type(weight) is Parameter else operand)(weight, dtype)
-        if bias is not None:
-            bias = (cast_weight if type(bias) is Parameter else operand)(bias, dtype)
+            source = cast_value(cast, dtype, source)
+        if type(weight) is Parameter:
+            weight = cast_weight(weight, dtype)
+        else:
+            weight = cast_value(cast, dtype, weight)
+        if type(bias) is Parameter:
+            bias = cast_weight(bias, dtype)
+        elif bias is not None:
+            bias = cast_value(cast, dtype, bias)
         try:
             return original(source, weight, bias, *geometry)
         except RuntimeError:
@@ -121,18 +125,6 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
         return call_in_widest(original, cast, args, kwargs)
 
     return call
-
-
-def _make_operand(context: CastContext) -> Callable[[Any, torch.dtype], Any]:
-    """`cast_value` for one operand, and quicker for a plain FP32 tensor."""
-    cast = context.cast
-
-    def operand(value: Any, dtype: torch.dtype) -> Any:
-        if type(value) is Tensor and value.dtype is torch.float32:
-            return TO[dtype](value)
-        return cast_value(cast, dtype, value)
-
-    return operand
 
 
 def _make_float(original: Any, row: OpRule, context: CastContext) -> Call:
