@@ -28,13 +28,13 @@ def random_numbers_kept() -> Iterator[None]:
 
 @contextmanager
 def _torch_kept() -> Iterator[None]:
-    if not torch.accelerator.is_available():
-        with torch.random.fork_rng([]):
-            yield
-        return
-    kind = torch.accelerator.current_accelerator()
-    devices = range(torch.accelerator.device_count())
-    with torch.random.fork_rng(devices, device_type="cpu" if kind is None else kind.type):
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        kept = torch.random.fork_rng([])
+    else:
+        devices = range(torch.accelerator.device_count())
+        kept = torch.random.fork_rng(devices, device_type=kind.type)
+    with kept:
         yield
 
 
