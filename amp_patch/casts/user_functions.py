@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import wrapt
@@ -16,6 +16,9 @@ from amp_patch.casts.rules import CastRule, OpRule
 from amp_patch.errors import AmpError, warn
 from amp_patch.policy import CASTABLE
 from amp_patch.structures import map_tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FindContext = Callable[[], CastContext | None]
 Call = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -27,14 +30,32 @@ def casting_decorator(rule: CastRule, find_context: FindContext) -> Callable[[An
     Works on functions, methods, static and class methods, from either side of their decorators.
     Where no casts are active the function gets its arguments as they are.
     """
-    decorator: Any = wrapt.decorator(nested_call(rule, find_context))
+    call = nested_call(rule, find_context)
 
     def decorate(function: Any) -> Any:
         if not callable(function) and not isinstance(function, (classmethod, staticmethod)):
             raise AmpError(f"{rule.name.lower()}_function: expected a function, found {function!r}")
-        return decorator(function)
+        return _Decorated(function, call)
 
     return decorate
+
+
+class _Decorated(wrapt.FunctionWrapper[..., Any]):
+    """A function of the user with casts. wrapt binds methods; a plain call goes past it.
+
+    wrapt asks a function written in Python for its `__self__` at every call, which takes it longer
+    than all that is done here where no casts are active.
+    """
+
+    def __new__(cls, function: Any, call: Call) -> Self:
+        """Python looks up on the class what calls an object: each has its own."""
+
+        def direct(*args: Any, **kwargs: Any) -> Any:
+            return call(function, None, args, kwargs)
+
+        is_plain = type(function) is types.FunctionType
+        slots: dict[str, Any] = {"__call__": staticmethod(direct)} if is_plain else {}
+        return super().__new__(type(cls.__name__, (cls,), {**slots, "__module__": __name__}))
 
 
 def nested_call(rule: CastRule, find_context: FindContext) -> Call:

@@ -37,15 +37,15 @@ def to_masters(pairs: list[ParamPair], scaled: list[Gradient]) -> list[Gradient]
         return scaled
     moved = list(scaled)
     targets, sources = [], []
-    for i, (pair, gradient) in enumerate(zip(pairs, scaled, strict=True)):
-        if gradient is None or not pair.has_master:
+    for i, ((model, master, _), gradient) in enumerate(zip(pairs, scaled, strict=True)):
+        if gradient is None or master is model:
             continue
         if gradient.layout is torch.strided:
-            target = torch.empty_like(gradient, dtype=pair.master.dtype)
+            target = torch.empty_like(gradient, dtype=master.dtype)
             targets.append(target)
             sources.append(gradient)
         else:
-            target = gradient.to(pair.master.dtype)
+            target = gradient.to(master.dtype)
         moved[i] = target
     gradients.copy_(targets, sources)
     return moved

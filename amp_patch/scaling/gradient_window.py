@@ -204,11 +204,11 @@ class GradientWindow:
             totals = added(self._unscaled, self._fresh)
         else:
             totals = self._fresh
-        for pair, total in zip(self._pairs, totals, strict=True):
-            if pair.has_master:
-                pair.model.grad = None
-            if pair.master.grad is not total:
-                pair.master.grad = total
+        for (model, master, _), total in zip(self._pairs, totals, strict=True):
+            if master is not model:
+                model.grad, master.grad = None, total
+            elif master.grad is not total:
+                master.grad = total
         self._note_local()
         self._close()
 

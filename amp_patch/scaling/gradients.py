@@ -7,6 +7,7 @@ one function that reads them.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +16,7 @@ import torch
 Gradients = Sequence[torch.Tensor]
 Scale = float | torch.Tensor  # 0-dim and float32, where only the device knows it
 _Group = list[torch.Tensor]
+_kind = operator.attrgetter("device", "dtype")
 
 
 def unscale_(gradients: Gradients, scale: Scale) -> list[torch.Tensor]:
@@ -102,17 +104,24 @@ def _are_dense(*tensors: torch.Tensor) -> bool:
 
 
 def _grouped(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], _Group]:
+    found = list(tensors)
+    kinds = set(map(_kind, found))
+    if len(kinds) == 1:  # as nearly always
+        return {kinds.pop(): found}
     groups: dict[tuple[torch.device, torch.dtype], _Group] = defaultdict(list)
-    for tensor in tensors:
+    for tensor in found:
         groups[tensor.device, tensor.dtype].append(tensor)
     return groups
 
 
 def _by_dtype(first: Gradients, second: Gradients, indices: Iterable[int]) -> list[list[int]]:
+    """The `indices` of pairs of each combination of devices and dtypes."""
+    chosen = list(indices)
+    if len(set(map(_kind, first))) == 1 == len(set(map(_kind, second))):
+        return [chosen] if chosen else []
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i in indices:
-        a, b = first[i], second[i]
-        groups[a.device, a.dtype, b.device, b.dtype].append(i)
+    for i in chosen:
+        groups[_kind(first[i]), _kind(second[i])].append(i)
     return list(groups.values())
 
 

@@ -162,9 +162,9 @@ class OptimizerBinding:
             self._context.restore(casts)
             if pairs:
                 self._masters.copy_to_model(pairs)
-            for pair in pairs:
-                if pair.has_master:
-                    pair.master.grad = None
+            for model, master, _ in pairs:
+                if master is not model:
+                    master.grad = None
             self.statistics.forget()
             self._context.cache.clear()
 
@@ -253,7 +253,7 @@ class OptimizerBinding:
         )
 
     def _refuse_stray_gradients(self, pairs: Sequence[ParamPair]) -> None:
-        if any(pair.has_master and pair.model.grad is not None for pair in pairs):
+        if any(model is not master and model.grad is not None for model, master, _ in pairs):
             raise AmpError(stray_gradient_message("step"))
 
 

@@ -194,17 +194,15 @@ class MasterWeights:
 
     def refresh(self, pairs: Iterable[ParamPair]) -> None:
         """Take over into the masters what was written into the model since they last agreed."""
-        for pair in pairs:
-            if pair.cast is not None:
-                _refresh_(pair.model, pair.cast)
+        for model, _, cast in pairs:
+            if cast is not None and model._version != cast.version:
+                _refresh_(model, cast)
 
     def copy_to_model(self, pairs: Sequence[ParamPair]) -> None:
         """Round the masters into the model. One grouped call for each device and dtype."""
+        mastered = [pair for pair in pairs if pair[0] is not pair[1]]
         with torch.no_grad():
-            gradients.copy_(
-                [pair.model for pair in pairs if pair.has_master],
-                [pair.master for pair in pairs if pair.has_master],
-            )
+            gradients.copy_([pair[0] for pair in mastered], [pair[1] for pair in mastered])
         for model, _, cast in pairs:
             if cast is not None:
                 cast.mark_agreed(model)
