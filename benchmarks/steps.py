@@ -16,7 +16,7 @@ from benchmarks.rows import Report, Row, Target, at_least, at_most, markdown_tab
 from benchmarks.turns import Settings, seconds_a_call
 
 TITLE = "Training step, ratio to autocast"
-ROUNDS = 10
+ROUNDS = 8
 COLUMNS = (PLAIN, "O0", "O1, O4", "O2, O5", "O3")
 
 # Most CPUs have no fast float16 arithmetic. Where matrix products take more than this many times

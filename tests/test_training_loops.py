@@ -394,17 +394,23 @@ def test_a_window_with_one_overflow_halves_the_scale_once(opt_level: str) -> Non
     assert amp.loss_scale() == 64.0
 
 
-@pytest.mark.parametrize("bad", range(4))
-@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
-def test_dropping_only_the_micro_batch_lets_the_others_stand_for_it(
-    opt_level: str, bad: int
-) -> None:
+def weight_of_zero(opt_level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One weight, of which the step takes the gradient; an overflow drops its micro-batch only."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     amp.initialize(
         model, optimizer, opt_level=opt_level, loss_scale=WIDE, overflow_drops="micro_batch"
     )
     model.load_state_dict({"weight": torch.zeros(1, 1)})
+    return model, optimizer
+
+
+@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("opt_level", SCALED_LEVELS)
+def test_dropping_only_the_micro_batch_lets_the_others_stand_for_it(
+    opt_level: str, bad: int
+) -> None:
+    model, optimizer = weight_of_zero(opt_level)
     parts = [1.0, 2.0, 4.0, 8.0]
     for i, part in enumerate(parts):
         loss = model(torch.ones(1, 1)).float().sum() * part
@@ -421,12 +427,7 @@ def test_dropping_only_the_micro_batch_lets_the_others_stand_for_it(
 def test_a_clip_sees_what_the_step_uses_where_a_micro_batch_was_dropped(
     opt_level: str, bad: int
 ) -> None:
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(
-        model, optimizer, opt_level=opt_level, loss_scale=WIDE, overflow_drops="micro_batch"
-    )
-    model.load_state_dict({"weight": torch.zeros(1, 1)})
+    model, optimizer = weight_of_zero(opt_level)
     for i in range(4):
         loss = model(torch.ones(1, 1)).float().sum()
         backward(overflowing(loss) if i == bad else loss, optimizer)
