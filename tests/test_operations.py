@@ -295,6 +295,34 @@ def test_mask_value_beyond_float16_is_kept_out_of_place_and_limited_in_place() -
     assert scores.clamp(min=-1e9).dtype is torch.float16
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_mask_value_in_a_tensor_leaves_fully_masked_rows_uniform(opt_level: str) -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level=opt_level, verbosity=0)
+    half = torch.float16 if opt_level == "O1" else torch.bfloat16
+    scores, mask = _square(dtype=half), torch.ones(4, 4, dtype=torch.bool)
+    for number in (-1e9, torch.finfo(torch.float32).min):
+        value = torch.tensor(number)
+        written = scores.clone()
+        written[mask] = value
+        for filled in (
+            torch.where(mask, value, scores),
+            scores.where(~mask, other=value),
+            scores.masked_fill(mask, value),
+            scores.clone().masked_fill_(mask, value=value),
+            scores.index_fill(0, torch.arange(4), value),
+            written,
+        ):
+            assert torch.equal(filled.float().softmax(-1), torch.full((4, 4), 0.25))
+        assert value == number
+    for number in (torch.inf, -torch.inf, torch.nan):
+        value = torch.tensor(number)
+        assert torch.where(mask, value, scores).float().equal(value.expand(4, 4)) or value.isnan()
+        assert scores.masked_fill(mask, value).isfinite().sum() == 0
+    weight = torch.tensor(-3.0, requires_grad=True)
+    torch.where(mask, weight, scores).sum().backward()
+    assert weight.grad == 16
+
+
 def test_index_of_an_assignment_is_no_value() -> None:
     model = nn.Linear(1, 1)
     amp.initialize(model, opt_level="O1", verbosity=0)

@@ -112,10 +112,23 @@ def common_dtype(values: Iterable[Any]) -> torch.dtype | None:
 
 
 def fitted(cast: Cast, dtype: torch.dtype, value: Any) -> Any:
-    """`value` in `dtype` if it is a castable tensor; a float within the range of `dtype`."""
+    """`value` in `dtype` if it is a castable tensor; a number within the range of `dtype`."""
     if type(value) is float:
         return limited(dtype, value)
-    return cast_value(cast, dtype, value)
+    return cast_value(cast, dtype, within_range(dtype, value))
+
+
+def within_range(dtype: torch.dtype, value: Any) -> Any:
+    """`value`, or what `limited` would make of it if it is a tensor that holds one FP32 number.
+
+    Asks the device nothing. Infinities stay.
+    """
+    if dtype not in HALF_DTYPES or not isinstance(value, Tensor) or value.dim():
+        return value
+    if value.dtype is not torch.float32:
+        return value
+    largest = _LARGEST[dtype]
+    return value.where(value.isinf(), value.clamp(-largest, largest))
 
 
 def limited(dtype: torch.dtype, number: Any) -> Any:

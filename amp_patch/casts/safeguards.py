@@ -20,6 +20,7 @@ from amp_patch.casts.arguments import (
     limited,
     tensors,
     widest_dtype,
+    within_range,
 )
 from amp_patch.casts.context import CastContext
 from amp_patch.casts.rules import OpRule
@@ -121,7 +122,9 @@ def call_in_widest(original: Any, cast: Cast, args: Args, kwargs: Kwargs) -> Any
     if dtype is None:
         return original(*args, **kwargs)
     if kwargs:
+        kwargs = {name: within_range(dtype, value) for name, value in kwargs.items()}
         kwargs = cast_keywords(cast, dtype, kwargs)
+    args = tuple([within_range(dtype, value) for value in args])
     return original(*cast_all(cast, dtype, args), **kwargs)
 
 
