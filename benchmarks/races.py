@@ -23,7 +23,7 @@ AUTOCAST = "autocast"
 LEVELS = {torch.bfloat16: ("O0", "O4", "O5"), torch.float16: ("O0", "O1", "O2", "O3")}
 WARM_UP_STEPS = 2
 TURN_S = 1.0  # of one contender, where arithmetic is slow: so long a step needs no repeats
-LIMIT_S = 12.0  # of a race, where arithmetic is slow: so long a turn needs fewer of them
+LIMIT_S = 20.0  # of a race, where arithmetic is slow: so long a turn needs fewer of them
 
 # Who trains wrongly is not timed. The losses of the first steps may be off FP32's by this much,
 # relative to them: one rounding is off by up to 2^-11 in float16 and 2^-8 in bfloat16, and tens of

@@ -19,9 +19,9 @@ TITLE = "Training step, ratio to autocast"
 ROUNDS = 8
 COLUMNS = (PLAIN, "O0", "O1, O4", "O2, O5", "O3")
 
-# Most CPUs have no fast float16 arithmetic. Where matrix products take more than this many times
-# as long as in FP32, the batches of the float16 races are small, or they would take many minutes.
-SLOW_FLOAT16 = 4.0
+# Many CPUs have no fast half arithmetic. Where matrix products take more than this many times as
+# long as in FP32, the batches of the races are small, or they would take many minutes.
+SLOW_HALF = 4.0
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 TARGETS: dict[tuple[str, torch.dtype], dict[str, Target]] = {
@@ -53,24 +53,26 @@ def measure(settings: Settings) -> Report:
 
 def plan_races(settings: Settings) -> Races:
     """Return a race for each problem and half dtype, ERFNet in bfloat16 only."""
-    has_fast_float16 = not settings.is_quick and float16_cost() < SLOW_FLOAT16
     plan: Races = {}
+    is_slow = {dtype: not settings.is_quick and is_slow_in(dtype) for dtype in (BFLOAT16, FLOAT16)}
     for name, problem in (TINY_PROBLEMS if settings.is_quick else PROBLEMS).items():
-        plan[name, BFLOAT16] = make_race(problem, problem.full, BFLOAT16)
+        load = problem.small if is_slow[BFLOAT16] else problem.full
+        plan[name, BFLOAT16] = make_race(problem, load, BFLOAT16)
         if name != "erfnet":  # float16 convolutions have no fast backward pass on any CPU
-            is_full = has_fast_float16 and name != "resnet"
+            is_full = name != "resnet" and not is_slow[FLOAT16] and not settings.is_quick
             load = problem.full if is_full else problem.small
             plan[name, FLOAT16] = make_race(problem, load, FLOAT16)
     return plan
 
 
-def float16_cost() -> float:
-    """Return the time of a float16 matrix product to that of one in FP32."""
+def is_slow_in(dtype: torch.dtype) -> bool:
+    """Whether a matrix product in `dtype` takes far longer than one in FP32."""
     single = torch.randn(256, 256)
-    seconds = [
-        min(seconds_a_call("x @ x", {"x": x}, 3) for _ in range(3)) for x in (single.half(), single)
-    ]
-    return seconds[0] / seconds[1]
+    half, full = (
+        min(seconds_a_call("x @ x", {"x": x}, 3) for _ in range(3))
+        for x in (single.to(dtype), single)
+    )
+    return half > SLOW_HALF * full
 
 
 def level_rows(races: Races) -> Iterator[Row]:
