@@ -48,14 +48,15 @@ class _Decorated(wrapt.FunctionWrapper[..., Any]):
     """
 
     def __new__(cls, function: Any, call: Call) -> Self:
-        """Python looks up on the class what calls an object: each has its own."""
+        """Python looks up on the class what calls an object: a plain function has its own."""
+        if type(function) is not types.FunctionType:
+            return super().__new__(cls)
 
         def direct(*args: Any, **kwargs: Any) -> Any:
             return call(function, None, args, kwargs)
 
-        is_plain = type(function) is types.FunctionType
-        slots: dict[str, Any] = {"__call__": staticmethod(direct)} if is_plain else {}
-        return super().__new__(type(cls.__name__, (cls,), {**slots, "__module__": __name__}))
+        slots = {"__call__": staticmethod(direct), "__module__": __name__}
+        return super().__new__(type(cls.__name__, (cls,), slots))
 
 
 def nested_call(rule: CastRule, find_context: FindContext) -> Call:
