@@ -20,8 +20,8 @@ Cast = Callable[[Tensor, torch.dtype], Tensor]
 _LARGEST: Mapping[torch.dtype, float] = MappingProxyType(
     {dtype: torch.finfo(dtype).max for dtype in CASTABLE}
 )
-# The quickest way to a dtype: `tensor.to(dtype)` takes twice the time.
-_TO: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
+# The quickest way to a dtype: `tensor.to(dtype)` takes 1.5 times the time.
+CONVERSIONS: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         torch.float16: torch.Tensor.half,
         torch.bfloat16: torch.Tensor.bfloat16,
@@ -54,7 +54,7 @@ def cast_value(cast: Cast, dtype: torch.dtype, value: Any) -> Any:
         found = value.dtype
         if found is dtype or found not in CASTABLE:
             return value
-        return cast(value, dtype) if type(value) is Parameter else _TO[dtype](value)
+        return cast(value, dtype) if type(value) is Parameter else CONVERSIONS[dtype](value)
     if type(value) in (list, tuple):
         items = cast_all(cast, dtype, value)
         return value if items is value else type(value)(items)

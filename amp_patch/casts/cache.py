@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
-from amp_patch.casts.tracing import dispatch_modes, is_tracing, jit_state
+from amp_patch.casts.arguments import CONVERSIONS
+from amp_patch.casts.tracing import dispatch_modes, is_tracing, is_tracing_to_script
 from amp_patch.errors import AmpError
-from amp_patch.policy import CASTABLE
 
 _MIN_PURGE = 256
 _is_grad_enabled = torch.is_grad_enabled  # looked up a hundred times an iteration
+_is_inference = torch.is_inference_mode_enabled
 
-
-class _Entry(NamedTuple):
-    source: weakref.ref[Parameter]
-    version: int
-    address: int
-    dtype: torch.dtype
-    has_history: bool
-    cast: torch.Tensor
+# Of a weight and its cast: the weight, its version and address, the dtype of the cast, whether it
+# has history, and the cast. A plain tuple, which is made and read four times as quickly as a named.
+_Entry = tuple[weakref.ref[Parameter], int, int, torch.dtype, bool, Tensor]
 
 
 class CastCache:
@@ -49,12 +45,12 @@ class CastCache:
         if entry is not None:
             source, version, address, of_dtype, has_history, cast = entry
             if (
-                of_dtype is dtype
-                and source() is weight
+                source() is weight
+                and of_dtype is dtype
                 and version == weight._version
                 and address == weight.data_ptr()
-                and (has_history == weight.requires_grad or not _is_grad_enabled())
-                and not jit_state()
+                and (has_history is weight.requires_grad or not _is_grad_enabled())
+                and not is_tracing_to_script()
                 and not (dispatch_modes() and is_tracing())
             ):
                 if self.verifies:
@@ -71,31 +67,31 @@ class CastCache:
         self._entries.clear()
 
     def _fresh(self, weight: Parameter, dtype: torch.dtype) -> torch.Tensor:
-        if weight.dtype is dtype or weight.dtype not in CASTABLE:
+        found = weight.dtype
+        if found is dtype or found not in CONVERSIONS:
             return weight
-        cast = weight.to(dtype)
-        is_plain = type(cast) is torch.Tensor  # some mode may make it another kind
-        is_inference = torch.is_inference_mode_enabled() or weight.is_inference()
-        if self.is_on and is_plain and not is_inference and not is_tracing():
-            self._keep(weight, cast)
+        cast = CONVERSIONS[dtype](weight)
+        is_plain = type(cast) is Tensor  # some mode may make it another kind
+        if self.is_on and is_plain and not _is_inference() and not is_tracing():
+            self._keep(weight, dtype, cast)
         return cast
 
-    def _keep(self, weight: Parameter, cast: torch.Tensor) -> None:
-        if len(self._entries) >= self._purge_at:
+    def _keep(self, weight: Parameter, dtype: torch.dtype, cast: Tensor) -> None:
+        entries = self._entries
+        if len(entries) >= self._purge_at:
             self._purge()
-        self._entries[id(weight)] = _Entry(
-            weakref.ref(weight),
-            weight._version,
-            weight.data_ptr(),
-            cast.dtype,
-            cast.requires_grad,
-            cast,
-        )
+        try:
+            version = weight._version
+        except RuntimeError:  # made in inference mode: writes are not counted
+            return
+        history = cast.requires_grad
+        source, address = weakref.ref(weight), weight.data_ptr()
+        entries[id(weight)] = (source, version, address, dtype, history, cast)
 
     def _purge(self) -> None:
         """Drop the casts of weights that are gone; so seldom that it costs nothing a cast."""
         entries = self._entries
-        for key in [key for key, entry in list(entries.items()) if entry.source() is None]:
+        for key in [key for key, entry in list(entries.items()) if entry[0]() is None]:
             entries.pop(key, None)
         self._purge_at = max(2 * len(entries), _MIN_PURGE)
 

@@ -41,6 +41,9 @@ from amp_patch.errors import AmpError, warn
 from amp_patch.policy import CASTABLE
 
 
+_ABSENT: Any = object()  # where no argument was given
+
+
 def casting_call(original: Any, row: OpRule, context: CastContext) -> Call:
     """What is called in place of `original`, the operation of `row`."""
     make = _MAKERS[row.rule]
@@ -74,25 +77,24 @@ def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
     cast, cast_weight = context.cast, context.cache.cast
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(one: Any = _ABSENT, two: Any = _ABSENT, /, *rest: Any, **kwargs: Any) -> Any:
+        if kwargs or rest or two is _ABSENT:
+            return in_half(*_given(one, two, *rest), **kwargs)
         dtype = active_dtype()
         if dtype is None:
-            return original(*args, **kwargs)
-        if kwargs or len(args) != 2:
-            return in_half(*args, **kwargs)
-        one, two = args
-        if type(one) is not Tensor or one.dtype is not dtype:
-            one = cast_value(cast, dtype, one)
-        if type(two) is Parameter:
-            two = cast_weight(two, dtype)
-        elif type(two) is not Tensor or two.dtype is not dtype:
-            two = cast_value(cast, dtype, two)
-        try:
             return original(one, two)
+        is_ready = type(one) is Tensor and one.dtype is dtype
+        first = one if is_ready else cast_value(cast, dtype, one)
+        if type(two) is Parameter:
+            second = cast_weight(two, dtype)
+        else:
+            second = cast_value(cast, dtype, two)
+        try:
+            return original(first, second)
         except RuntimeError:
-            if not has_sparse(args, kwargs):
+            if not has_sparse((one, two), kwargs):
                 raise
-        return call_in_widest(original, cast, args, kwargs)
+        return call_in_widest(original, cast, (one, two), kwargs)
 
     return call
 
@@ -102,26 +104,31 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
     in_half, active_dtype = _make_half(original, row, context), context.active_dtype
     cast, cast_weight = context.cast, context.cache.cast
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(
+        source: Any = _ABSENT,
+        weight: Any = _ABSENT,
+        bias: Any = _ABSENT,
+        /,
+        *geometry: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if kwargs or bias is _ABSENT:
+            return in_half(*_given(source, weight, bias, *geometry), **kwargs)
         dtype = active_dtype()
-        if kwargs or dtype is None or len(args) < 3:
-            return in_half(*args, **kwargs)
-        source, weight, bias, *geometry = args
-        if type(source) is not Tensor or source.dtype is not dtype:
-            source = cast_value(cast, dtype, source)
-        if type(weight) is Parameter:
-            weight = cast_weight(weight, dtype)
-        else:
-            weight = cast_value(cast, dtype, weight)
-        if type(bias) is Parameter:
-            bias = cast_weight(bias, dtype)
-        elif bias is not None:
-            bias = cast_value(cast, dtype, bias)
-        try:
+        if dtype is None:
             return original(source, weight, bias, *geometry)
+        is_ready = type(source) is Tensor and source.dtype is dtype
+        half = source if is_ready else cast_value(cast, dtype, source)
+        if type(weight) is Parameter and type(bias) is Parameter:
+            own = cast_weight(weight, dtype), cast_weight(bias, dtype)
+        else:
+            own = cast_all(cast, dtype, (weight, bias))
+        try:
+            return original(half, *own, *geometry)
         except RuntimeError:
-            if not has_sparse(args, kwargs):
+            if not has_sparse((source, weight, bias), kwargs):
                 raise
+        args = source, weight, bias, *geometry
         return call_in_widest(original, cast, args, kwargs)
 
     return call
@@ -235,6 +242,10 @@ _HALF_BY_SIGNATURE: Mapping[str, Callable[[Any, OpRule, CastContext], Call]] = M
         **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _make_half_of_layer),
     }
 )
+
+
+def _given(*args: Any) -> Args:
+    return tuple(value for value in args if value is not _ABSENT)
 
 
 def _float_with_keywords(original: Any, cast: Cast, args: Args, kwargs: Kwargs) -> Any:

@@ -11,12 +11,12 @@ _TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)  # fake tensors, ma
 # only in exports, which have modes.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
-jit_state = torch._C._get_tracing_state
+is_tracing_to_script = torch._C._is_tracing  # as torch.jit.trace does
 dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def is_tracing() -> bool:
     """Whether a cast that is made now must not be kept, and a kept one would become a constant."""
-    if _is_compiling() or jit_state() or _functorch_stack():
+    if _is_compiling() or is_tracing_to_script() or _functorch_stack():
         return True
     return dispatch_modes() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING_MODES))
