@@ -35,9 +35,9 @@ LAYERS: tuple[frozenset[str], ...] = (
             "scaling.ranks",
             "structures",
             "version",
-            "weights.param_pairs",
         }
     ),
+    frozenset({"weights.param_pairs"}),
     frozenset(
         {
             "casts.rules",
@@ -63,13 +63,13 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "call_setup",
             "casts.arguments",
-            "casts.cache",
             "scaling.optimizer_state",
             "scaling.scaler_groups",
             "scaling.step_outcome",
         }
     ),
-    frozenset({"casts.context", "scaling.paired_groups"}),
+    frozenset({"casts.cache", "scaling.paired_groups"}),
+    frozenset({"casts.context"}),
     frozenset(
         {
             "casts.safeguards",

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from torch.nn import Parameter
 
-from amp_patch.weights.master_weights import MasterWeights, ParamPair
+from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.param_pairs import ParamPair, ParamPairs
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 FP16, FP32 = torch.float16, torch.float32
@@ -138,7 +139,7 @@ def test_trained_master_is_what_restore_gives_back() -> None:
     masters, parameter = cast_parameter()
     with torch.no_grad():
         masters.pair(parameter).master.add_(2.0**-20)
-    masters.copy_to_model([masters.pair(parameter)])
+    ParamPairs([masters.pair(parameter)]).copy_to_model()
     masters.restore_(parameter)
     assert torch.equal(parameter, torch.full((4,), THIRD) + 2.0**-20)
 
@@ -196,7 +197,7 @@ def test_copy_to_model_rounds_each_master_and_leaves_the_others_alone() -> None:
     pairs = [masters.pair(parameter), masters.pair(plain)]
     with torch.no_grad():
         pairs[0].master.fill_(0.1)
-    masters.copy_to_model(pairs)
+    ParamPairs(pairs).copy_to_model()
     assert torch.equal(parameter, torch.full((4,), 0.1).half())
     assert torch.equal(plain, torch.ones(2))
 
@@ -206,8 +207,8 @@ def test_copy_to_model_counts_as_no_write_of_the_user() -> None:
     pair = masters.pair(parameter)
     with torch.no_grad():
         pair.master.fill_(0.1)
-    masters.copy_to_model([pair])
-    masters.refresh([pair])
+    ParamPairs([pair]).copy_to_model()
+    ParamPairs([pair]).refresh()
     assert torch.equal(pair.master, torch.full((4,), 0.1))
 
 
@@ -227,7 +228,7 @@ def test_refresh_takes_over_the_elements_that_were_written_and_no_others(
     with torch.no_grad():
         parameter.copy_(torch.where(written, new, parameter))
     pair = masters.pair(parameter)
-    masters.refresh([pair])
+    ParamPairs([pair]).refresh()
     # The rule: a master stands wherever rounding it still gives what is in the model.
     wanted = torch.where(before.to(half) == parameter, before, parameter.detach().float())
     assert torch.equal(pair.master.nan_to_num(0.5), wanted.nan_to_num(0.5))
@@ -240,7 +241,7 @@ def test_refresh_without_a_write_leaves_the_master_the_same_bits() -> None:
     masters, parameter = cast_parameter()
     pair = masters.pair(parameter)
     version = pair.master._version
-    masters.refresh([pair])
+    ParamPairs([pair]).refresh()
     assert pair.master._version == version
 
 

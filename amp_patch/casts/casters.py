@@ -40,7 +40,6 @@ from amp_patch.casts.safeguards import (
 from amp_patch.errors import AmpError, warn
 from amp_patch.policy import CASTABLE
 
-
 _ABSENT: Any = object()  # where no argument was given
 
 
@@ -85,10 +84,8 @@ def _make_half_of_two(original: Any, row: OpRule, context: CastContext) -> Call:
             return original(one, two)
         is_ready = type(one) is Tensor and one.dtype is dtype
         first = one if is_ready else cast_value(cast, dtype, one)
-        if type(two) is Parameter:
-            second = cast_weight(two, dtype)
-        else:
-            second = cast_value(cast, dtype, two)
+        is_weight = type(two) is Parameter
+        second = cast_weight(two, dtype) if is_weight else cast_value(cast, dtype, two)
         try:
             return original(first, second)
         except RuntimeError:

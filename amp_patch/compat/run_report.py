@@ -23,15 +23,15 @@ from amp_patch.scaling.optimizer_binding import OptimizerBinding
 from amp_patch.scaling.ranks import rank
 from amp_patch.scaling.scaler_groups import ScalerGroup, ScalerGroups
 from amp_patch.version import __version__
-from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.model_casting import CastInputs, CastOutputs
+from amp_patch.weights.param_pairs import ParamPairs
 
 _CASTS: tuple[tuple[type, str], ...] = (
     (CastCache, "cast"),
     (CastContext, "cast"),
     (CastInputs, "cast"),
     (CastOutputs, "cast"),
-    (MasterWeights, "copy_to_model"),
+    (ParamPairs, "copy_to_model"),
 )
 _LAST = -1_000_000  # of the finalizers of a process
 
@@ -56,8 +56,8 @@ class RunReport:
         self._watch(OptimizerBinding, "skip_step", self._on_skip)
         for owner, name in _CASTS:
             self._patcher.replace(owner, name, self._timed(vars(owner)[name]))
-        table = {dtype: self._timed(cast) for dtype, cast in vars(arguments)["_TO"].items()}
-        self._patcher.replace(arguments, "_TO", table)
+        table = {dtype: self._timed(cast) for dtype, cast in vars(arguments)["CONVERSIONS"].items()}
+        self._patcher.replace(arguments, "CONVERSIONS", table)
         handle = register_optimizer_step_post_hook(self._on_step)
         self._patcher.on_restore(handle.remove)
 

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
+from amp_patch.errors import AmpError
 from amp_patch.scaling import gradients
-from amp_patch.weights.param_pairs import ParamPair
+from amp_patch.weights.param_pairs import ParamPairs
 
 Gradient = torch.Tensor | None
+_gradient = operator.attrgetter("grad")
+
+
+def gradients_of(tensors: list[torch.Tensor]) -> list[Gradient]:
+    """The gradients of `tensors`."""
+    return list(map(_gradient, tensors))
 
 
 def taken(tensors: list[torch.Tensor]) -> list[Gradient]:
     """The gradients of `tensors`, which have none afterwards; an empty list if none had any."""
-    found = [tensor.grad for tensor in tensors]
-    if all(gradient is None for gradient in found):
+    found = gradients_of(tensors)
+    if not _have_any(found):
         return []
+    clear(tensors)
+    return found
+
+
+def _have_any(values: list[Gradient]) -> bool:
+    """Whether there is a gradient in the list."""
+    return any(value is not None for value in values)
+
+
+def clear(tensors: list[torch.Tensor]) -> None:
+    """Let `tensors` have no gradients."""
     for tensor in tensors:
         tensor.grad = None
-    return found
 
 
 def cloned(gradients: list[Gradient]) -> list[Gradient]:
@@ -25,28 +44,42 @@ def cloned(gradients: list[Gradient]) -> list[Gradient]:
     return [None if gradient is None else gradient.clone() for gradient in gradients]
 
 
+def refuse_stray_gradients(caller: str, pairs: ParamPairs) -> None:
+    """AmpError where half weights have gradients that never reached their masters."""
+    if _have_any(gradients_of(pairs.mastered.models)):
+        raise AmpError(
+            f"{caller}: found gradients on half weights that no scale_loss block produced; they "
+            "have not reached the FP32 master weights. Call backward inside `with amp.scale_loss("
+            "loss, optimizer) as scaled_loss: scaled_loss.backward()`, or clear them with "
+            "zero_grad()"
+        )
+
+
 def put(tensors: list[torch.Tensor], values: list[Gradient]) -> None:
-    """Set the gradients of `tensors` to what `taken` gave."""
-    for tensor, gradient in zip(tensors, values, strict=False):  # `values` may be empty
-        tensor.grad = gradient
+    """Let `tensors` have `values` as gradients, unless that list is empty."""
+    if values:
+        for tensor, found, value in zip(tensors, gradients_of(tensors), values, strict=True):
+            if found is not value:
+                tensor.grad = value
 
 
-def to_masters(pairs: list[ParamPair], scaled: list[Gradient]) -> list[Gradient]:
+def to_masters(pairs: ParamPairs, scaled: list[Gradient]) -> list[Gradient]:
     """The gradients in FP32 where there is a master, copied in grouped calls; else as they are."""
-    if not any(pair.has_master for pair in pairs):
+    if not pairs.mastered:
         return scaled
     moved = list(scaled)
     targets, sources = [], []
-    for i, ((model, master, _), gradient) in enumerate(zip(pairs, scaled, strict=True)):
+    for i, (gradient, model, master) in enumerate(
+        zip(scaled, pairs.models, pairs.masters, strict=True)
+    ):
         if gradient is None or master is model:
             continue
         if gradient.layout is torch.strided:
-            target = torch.empty_like(gradient, dtype=master.dtype)
+            moved[i] = target = torch.empty_like(master)
             targets.append(target)
             sources.append(gradient)
         else:
-            target = gradient.to(master.dtype)
-        moved[i] = target
+            moved[i] = gradient.to(master.dtype)
     gradients.copy_(targets, sources)
     return moved
 

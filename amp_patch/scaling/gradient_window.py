@@ -9,11 +9,21 @@ import torch
 
 from amp_patch.errors import AmpError
 from amp_patch.scaling import gradients
-from amp_patch.scaling.gradient_lists import Gradient, added, cloned, put, taken, to_masters
+from amp_patch.scaling.gradient_lists import (
+    Gradient,
+    added,
+    clear,
+    cloned,
+    gradients_of,
+    put,
+    refuse_stray_gradients,
+    taken,
+    to_masters,
+)
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks, worst
 from amp_patch.scaling.ranks import Wrapper
-from amp_patch.weights.param_pairs import ParamPair
+from amp_patch.weights.param_pairs import ParamPair, ParamPairs
 
 Checks = list[tuple[OverflowCheck, int]]  # and which optimizer of each this is
 
@@ -39,7 +49,7 @@ class GradientWindow:
         self.stage = Stage.READY
         self.has_overflow = False
         self.unchecked: Checks = []
-        self._pairs: list[ParamPair] = []
+        self._pairs = ParamPairs()
         self._unscaled: list[Gradient] = []  # of the masters, set aside; empty if none had any
         self._scaled: list[Gradient] = []  # of the model, from earlier blocks with delay_unscale
         self._fresh: list[Gradient] = []  # of the block, unscaled
@@ -79,9 +89,9 @@ class GradientWindow:
             )
         is_delayed = self.stage is Stage.DELAYED
         if not is_delayed:
-            self._pairs = list(pairs)
-            _refuse_stray_gradients(self._pairs)
-            self._unscaled = taken([pair.master for pair in self._pairs])
+            self._pairs = ParamPairs.of(pairs)
+            refuse_stray_gradients("scale_loss", self._pairs)
+            self._unscaled = taken(self._pairs.masters)
         elif scaler is not self._scaler:
             raise AmpError(
                 "scale_loss: found gradients that another loss scaled (delay_unscale=True); "
@@ -90,7 +100,7 @@ class GradientWindow:
             )
         else:
             self._join(pairs)
-            self._scaled = taken([pair.model for pair in self._pairs])
+            self._scaled = taken(self._pairs.models)
             if scale != self._scale:  # it changed since, by another optimizer's overflow
                 present = [gradient for gradient in self._scaled if gradient is not None]
                 gradients.scale_(present, float(scale / self._scale))
@@ -102,12 +112,12 @@ class GradientWindow:
     def begin_beside(self, pairs: Iterable[ParamPair]) -> None:
         """Enter a block of other optimizers: set the gradients aside, which are still scaled."""
         self._join(pairs)
-        self._scaled = cloned(taken([pair.model for pair in self._pairs]))
+        self._scaled = cloned(taken(self._pairs.models))
         self._stage_before, self.stage = self.stage, Stage.BACKWARD
 
     def leave_beside(self, scale: gradients.Scale) -> None:
         """Leave it. What it produced has its `scale`, and gets that of this window."""
-        fresh = [pair.model.grad for pair in self._pairs if pair.model.grad is not None]
+        fresh = [one for one in gradients_of(self._pairs.models) if one is not None]
         if fresh and scale != self._scale:
             gradients.scale_(fresh, float(self._scale / scale))
         self.delay()
@@ -129,7 +139,7 @@ class GradientWindow:
 
     def _give_back(self) -> None:
         """Put all that was set aside on the model, as backward would have left it there."""
-        models = [pair.model for pair in self._pairs]
+        models = self._pairs.models
         put(models, cloned(self._scaled))
         for model, unscaled in zip(models, self._unscaled, strict=False):  # may be empty
             if unscaled is not None:
@@ -140,7 +150,7 @@ class GradientWindow:
         """Take in parameters that have come since the window began."""
         known = {id(pair.master) for pair in self._pairs}
         joined = [pair for pair in pairs if id(pair.master) not in known]
-        self._pairs = self._pairs + joined
+        self._pairs = ParamPairs([*self._pairs, *joined])
         if self._unscaled:
             self._unscaled = self._unscaled + [None] * len(joined)
 
@@ -155,22 +165,21 @@ class GradientWindow:
     def abandon(self) -> None:
         """The block raised: put the gradients back as they were before it."""
         was_delayed = self._stage_before is Stage.DELAYED
-        for pair in self._pairs:
-            pair.model.grad = None
+        clear(self._pairs.models)
         if was_delayed:
-            put([pair.model for pair in self._pairs], self._scaled)
+            put(self._pairs.models, self._scaled)
             self.stage, self._scaled = Stage.DELAYED, []
         else:
-            put([pair.master for pair in self._pairs], self._unscaled)
+            put(self._pairs.masters, self._unscaled)
             self._close()
 
     def delay(self) -> None:
         """Leave the block with the model's gradients still scaled."""
-        models = [pair.model for pair in self._pairs]
+        models = self._pairs.models
         if self._is_merged:
             self._unscaled = []
         elif self._scaled:
-            put(models, added(self._scaled, [model.grad for model in models]))
+            put(models, added(self._scaled, gradients_of(models)))
         self.stage, self._scaled = Stage.DELAYED, []
         self._note_local()
 
@@ -179,7 +188,7 @@ class GradientWindow:
 
         With a scale that is always 1 nothing is divided or tested, and nothing is returned.
         """
-        produced = [pair.model.grad for pair in self._pairs]
+        produced = gradients_of(self._pairs.models)
         is_added = self._scaled and not self._is_merged
         scaled = added(self._scaled, produced) if is_added else produced
         self._fresh = to_masters(self._pairs, scaled)
@@ -204,11 +213,8 @@ class GradientWindow:
             totals = added(self._unscaled, self._fresh)
         else:
             totals = self._fresh
-        for (model, master, _), total in zip(self._pairs, totals, strict=True):
-            if master is not model:
-                model.grad, master.grad = None, total
-            elif master.grad is not total:
-                master.grad = total
+        clear(self._pairs.mastered.models)
+        put(self._pairs.masters, totals)
         self._note_local()
         self._close()
 
@@ -279,21 +285,7 @@ class GradientWindow:
         self._has_local, self.is_separable = False, True
 
     def _close(self) -> None:
-        self._pairs, self._unscaled, self._scaled, self._fresh = [], [], [], []
+        self._pairs = ParamPairs()
+        self._unscaled, self._scaled, self._fresh = [], [], []
         self._scaler = None
         self.stage = Stage.READY
-
-
-def _refuse_stray_gradients(pairs: Iterable[ParamPair]) -> None:
-    for pair in pairs:
-        if pair.has_master and pair.model.grad is not None:
-            raise AmpError(stray_gradient_message("scale_loss"))
-
-
-def stray_gradient_message(caller: str) -> str:
-    """What to say where half weights have gradients that never reached their masters."""
-    return (
-        f"{caller}: found gradients on half weights that no scale_loss block produced; they have "
-        "not reached the FP32 master weights. Call backward inside `with amp.scale_loss(loss, "
-        "optimizer) as scaled_loss: scaled_loss.backward()`, or clear them with zero_grad()"
-    )

@@ -9,14 +9,17 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 Gradients = Sequence[torch.Tensor]
 Scale = float | torch.Tensor  # 0-dim and float32, where only the device knows it
 _Group = list[torch.Tensor]
-_kind = operator.attrgetter("device", "dtype")
+_group_tensors_by_device_and_dtype = torch._C._group_tensors_by_device_and_dtype
+_layout = operator.attrgetter("layout")
+_PLAIN, _STRIDED = {torch.Tensor}, {torch.strided}
 
 
 def unscale_(gradients: Gradients, scale: Scale) -> list[torch.Tensor]:
@@ -27,7 +30,7 @@ def unscale_(gradients: Gradients, scale: Scale) -> list[torch.Tensor]:
     """
     found: dict[torch.device, torch.Tensor] = {}
     inverse: dict[torch.device, torch.Tensor] = {}
-    for (device, _), group in _grouped(map(elements, gradients)).items():
+    for (device, _), group in _grouped(_elements(gradients)).items():
         if device not in found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
             inverse[device] = _inverse(scale, device)
@@ -65,8 +68,8 @@ def accumulate_(totals: Gradients, fresh: Gradients) -> list[torch.Tensor]:
     """Add `fresh` to `totals`, in place where both are dense. Returns the sums."""
     dense = [i for i, (a, b) in enumerate(zip(totals, fresh, strict=True)) if _are_dense(a, b)]
     sums = list(totals)
-    for dtype_pair in _by_dtype(totals, fresh, dense):
-        torch._foreach_add_([totals[i] for i in dtype_pair], [fresh[i] for i in dtype_pair])
+    for group, addends in by_dtype([totals[i] for i in dense], [fresh[i] for i in dense]):
+        torch._foreach_add_(group, addends)
     for i in set(range(len(sums))) - set(dense):
         sums[i] = _sum(totals[i], fresh[i])
     return sums
@@ -74,14 +77,14 @@ def accumulate_(totals: Gradients, fresh: Gradients) -> list[torch.Tensor]:
 
 def scale_(tensors: Gradients, factor: float) -> None:
     """Multiply `tensors` by `factor` in place."""
-    for group in _grouped(map(elements, tensors)).values():
+    for group in _grouped(_elements(tensors)).values():
         torch._foreach_mul_(group, factor)
 
 
 def copy_(targets: Gradients, sources: Gradients) -> None:
     """Write `sources` into dense `targets`, converting dtypes. Grouped by device and dtype."""
-    for pair in _by_dtype(targets, sources, range(len(targets))):
-        torch._foreach_copy_([targets[i] for i in pair], [sources[i] for i in pair])
+    for group, values in by_dtype(targets, sources):
+        torch._foreach_copy_(group, values)
 
 
 def elements(gradient: torch.Tensor) -> torch.Tensor:
@@ -103,26 +106,29 @@ def _are_dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.layout is torch.strided for tensor in tensors)
 
 
-def _grouped(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], _Group]:
-    found = list(tensors)
-    kinds = set(map(_kind, found))
-    if len(kinds) == 1:  # as nearly always
-        return {kinds.pop(): found}
-    groups: dict[tuple[torch.device, torch.dtype], _Group] = defaultdict(list)
-    for tensor in found:
-        groups[tensor.device, tensor.dtype].append(tensor)
-    return groups
+def by_dtype(first: Gradients, second: Gradients) -> Iterator[tuple[_Group, _Group]]:
+    """Pairs of tensors in lists, one of each, for each combination of devices and dtypes."""
+    if len(_grouped(first)) == 1 == len(_grouped(second)):
+        yield list(first), list(second)
+        return
+    groups: dict[tuple[object, ...], tuple[_Group, _Group]] = defaultdict(lambda: ([], []))
+    for one, other in zip(first, second, strict=True):
+        ones, others = groups[one.device, one.dtype, other.device, other.dtype]
+        ones.append(one)
+        others.append(other)
+    yield from groups.values()
 
 
-def _by_dtype(first: Gradients, second: Gradients, indices: Iterable[int]) -> list[list[int]]:
-    """The `indices` of pairs of each combination of devices and dtypes."""
-    chosen = list(indices)
-    if len(set(map(_kind, first))) == 1 == len(set(map(_kind, second))):
-        return [chosen] if chosen else []
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i in chosen:
-        groups[_kind(first[i]), _kind(second[i])].append(i)
-    return list(groups.values())
+def _grouped(tensors: Gradients) -> dict[tuple[torch.device, torch.dtype], _Group]:
+    if not tensors:  # which torch refuses
+        return {}
+    groups: Any = _group_tensors_by_device_and_dtype([list(tensors)], False)
+    return {kind: group for kind, ((group,), _) in groups.items()}
+
+
+def _elements(tensors: Gradients) -> Gradients:
+    are_plain = set(map(type, tensors)) == _PLAIN and set(map(_layout, tensors)) == _STRIDED
+    return tensors if are_plain else list(map(elements, tensors))
 
 
 def _inverse(scale: Scale, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,8 @@ from amp_patch.errors import AmpError
 from amp_patch.policy import Policy
 from amp_patch.scaling import gradients
 from amp_patch.scaling.fused_step import skips_by_itself, step_unless
-from amp_patch.scaling.gradient_window import Checks, GradientWindow, Stage, stray_gradient_message
+from amp_patch.scaling.gradient_lists import clear, refuse_stray_gradients
+from amp_patch.scaling.gradient_window import Checks, GradientWindow, Stage
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.optimizer_state import ClosureOverflowError, snapshot
 from amp_patch.scaling.paired_groups import PairedGroups
@@ -25,7 +26,7 @@ from amp_patch.scaling.ranks import ParallelWrappers
 from amp_patch.scaling.scaler_groups import ScalerGroup
 from amp_patch.scaling.step_outcome import StepOutcome
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.param_pairs import ParamPair
+from amp_patch.weights.param_pairs import ParamPair, ParamPairs
 from amp_patch.weights.running_statistics import ModelParts, RunningStatistics, StepStatistics
 
 
@@ -89,7 +90,7 @@ class OptimizerBinding:
         """Whether all that the optimizer updates is among `tensors`."""
         return all(id(pair.model) in tensors for pair in self.pairs())
 
-    def pairs(self) -> list[ParamPair]:
+    def pairs(self) -> ParamPairs:
         """The parameters as they are in the groups now: a user may have edited these."""
         return self._groups.pairs()
 
@@ -103,13 +104,13 @@ class OptimizerBinding:
         masters is left alone.
         """
         is_left_alone = scaler.is_identity and not self._groups.have_masters
-        pairs = [] if is_left_alone else self.pairs()
+        pairs = ParamPairs() if is_left_alone else self.pairs()
         shared: list[ParamPair] = []
         if claimed:
             shared = [pair for pair in pairs if id(pair.master) in claimed]
-            pairs = [pair for pair in pairs if id(pair.master) not in claimed]
+            pairs = ParamPairs(pair for pair in pairs if id(pair.master) not in claimed)
         self.outcome.drop_skipped(pairs)
-        self.window.begin(pairs, scaler, self._wrappers.of(pair.model for pair in pairs), scale)
+        self.window.begin(pairs, scaler, self._wrappers.of(pairs.models), scale)
         return shared
 
     def before_backward_beside(self, others: Iterable[OptimizerBinding]) -> None:
@@ -151,9 +152,9 @@ class OptimizerBinding:
 
     def run_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step without casts, its masters rounded into the model afterwards."""
-        pairs = self.pairs() if self._groups.have_masters else []
-        self._refuse_stray_gradients(pairs)
-        self._masters.refresh(pairs)
+        pairs = self.pairs() if self._groups.have_masters else ParamPairs()
+        refuse_stray_gradients("step", pairs)
+        pairs.refresh()
         self.window.begin_anew()
         casts = self._context.suspend()
         try:
@@ -161,10 +162,8 @@ class OptimizerBinding:
         finally:
             self._context.restore(casts)
             if pairs:
-                self._masters.copy_to_model(pairs)
-            for model, master, _ in pairs:
-                if master is not model:
-                    master.grad = None
+                pairs.copy_to_model()
+                clear(pairs.mastered.masters)
             self.statistics.forget()
             self._context.cache.clear()
 
@@ -198,7 +197,7 @@ class OptimizerBinding:
 
     def _run_closure(self, closure: Callable[[], Any]) -> Any:
         """The closure sees the weights of now, and has casts."""
-        self._masters.copy_to_model(self.pairs())
+        self.pairs().copy_to_model()
         with self._context.resumed():
             loss = closure()
         self.refuse_scaled_gradients()
@@ -210,8 +209,8 @@ class OptimizerBinding:
     def skip_step(self) -> None:
         """Leave no trace: drop the gradients, and put running statistics back."""
         self.outcome.note(skipped=True)
-        for pair in self.pairs():
-            pair.model.grad = pair.master.grad = None
+        clear(self.pairs().models)
+        clear(self.pairs().masters)
         self.statistics.restore()
         optimizer = self.optimizer
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -234,9 +233,8 @@ class OptimizerBinding:
             self.statistics.restore()
         self.window.zero()
         self.outcome.forget_gradients()
-        for pair in self.pairs() if self._groups.have_masters else ():
-            if pair.has_master:
-                pair.model.grad = None
+        if self._groups.have_masters:
+            clear(self.pairs().mastered.models)
         self._context.cache.clear()
 
     def add(self, group: dict[str, Any]) -> None:
@@ -251,10 +249,6 @@ class OptimizerBinding:
             "step: found gradients that are still multiplied by the loss scale; expected the last "
             "scale_loss block before a step to be left, and to be without delay_unscale=True"
         )
-
-    def _refuse_stray_gradients(self, pairs: Sequence[ParamPair]) -> None:
-        if any(model is not master and model.grad is not None for model, master, _ in pairs):
-            raise AmpError(stray_gradient_message("step"))
 
 
 def _step(

@@ -10,7 +10,7 @@ import torch
 
 from amp_patch.scaling.optimizer_state import move_state
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.param_pairs import ParamPair
+from amp_patch.weights.param_pairs import ParamPair, ParamPairs
 
 
 class PairedGroups:
@@ -21,22 +21,22 @@ class PairedGroups:
         self._masters = masters
         self._makes_masters = makes_masters
         self._mastered: dict[int, ParamPair] = {}  # by the id of the master
-        self._known: tuple[list[torch.Tensor], list[ParamPair]] = ([], [])
+        self._known: tuple[list[torch.Tensor], ParamPairs] = ([], ParamPairs())
 
     @property
     def have_masters(self) -> bool:
         """Whether there is any master."""
         return bool(self._mastered)
 
-    def pairs(self) -> list[ParamPair]:
+    def pairs(self) -> ParamPairs:
         """The parameters as they are in the groups now: a user may have edited these."""
         optimizer, mastered = self._optimizer(), self._mastered
         if optimizer is None:
-            return []
+            return ParamPairs()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         known, pairs = self._known
         if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
-            pairs = [mastered.get(id(p)) or ParamPair(p, p) for p in parameters]
+            pairs = ParamPairs(mastered.get(id(p)) or ParamPair(p, p) for p in parameters)
             self._known = (parameters, pairs)
         return pairs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.scaling import gradients, ranks
+from amp_patch.scaling import ranks
 from amp_patch.weights.param_pairs import CastTensor, ParamPair
 
 
@@ -21,8 +21,8 @@ class MasterWeights:
     """The FP32 values behind the tensors of cast models.
 
     Model tensors are held weakly: a master lives as long as its model's tensor or its optimizer.
-    A value that somebody writes into the model reaches the master (`refresh`): where rounding the
-    master still gives the model's value the master stands, elsewhere it takes the model's value.
+    A value that somebody writes into the model reaches the master (`CastTensor.refresh`): where
+    rounding the master still gives the model's value the master stands, elsewhere it takes that.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class MasterWeights:
         for tensor in tensors:
             known = self._casts.get(tensor)
             if known is not None:
-                _refresh_(tensor, known)
+                known.refresh(tensor)
                 twin = copy.deepcopy(tensor, memo)
                 master = copy.deepcopy(known.master, memo)
                 copied._casts[twin] = CastTensor(master, known.original_dtype, twin._version)
@@ -84,7 +84,7 @@ class MasterWeights:
         if known.holders > 0:
             return
         del self._casts[tensor]
-        _refresh_(tensor, known)
+        known.refresh(tensor)
         master, gradient = known.master, tensor.grad
         if master is None and known.original_dtype is torch.float32:
             self._rounded[tensor] = True
@@ -135,7 +135,7 @@ class MasterWeights:
         known = self._casts.get(tensor)
         if known is None:
             return None
-        _refresh_(tensor, known)
+        known.refresh(tensor)
         if known.master is not None:
             return known.master  # type: ignore[no-any-return]
         return tensor.to(known.original_dtype)
@@ -192,21 +192,6 @@ class MasterWeights:
         finally:
             self._writes_itself = False
 
-    def refresh(self, pairs: Iterable[ParamPair]) -> None:
-        """Take over into the masters what was written into the model since they last agreed."""
-        for model, _, cast in pairs:
-            if cast is not None and model._version != cast.version:
-                _refresh_(model, cast)
-
-    def copy_to_model(self, pairs: Sequence[ParamPair]) -> None:
-        """Round the masters into the model. One grouped call for each device and dtype."""
-        mastered = [pair for pair in pairs if pair[0] is not pair[1]]
-        with torch.no_grad():
-            gradients.copy_([pair[0] for pair in mastered], [pair[1] for pair in mastered])
-        for model, _, cast in pairs:
-            if cast is not None:
-                cast.mark_agreed(model)
-
     def broadcast_(self, model: nn.Module, group: object) -> None:
         """Give all ranks of `group` the FP32 values that the first one has for `model`.
 
@@ -215,11 +200,11 @@ class MasterWeights:
         own = itertools.chain(model.parameters(), model.buffers())
         rows = self._known(own)
         for tensor, known in rows:
-            _refresh_(tensor, known)
+            known.refresh(tensor)
         masters = [known.master for _, known in rows if known.master is not None]
         ranks.broadcast_(masters, group)
         for tensor, known in rows:
-            _follow_(tensor, known)
+            known.follow(tensor)
 
     def follower(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
         """A function that rounds into the model what was written into masters of `tensors`."""
@@ -235,7 +220,7 @@ class MasterWeights:
             for reference, known in rows:
                 tensor = reference()
                 if tensor is not None:
-                    _follow_(tensor, known)
+                    known.follow(tensor)
 
         return follow
 
@@ -246,7 +231,7 @@ class MasterWeights:
         """
         rows = []
         for tensor, known in self._known(tensors):
-            _follow_(tensor, known)
+            known.follow(tensor)
             half, tensor.grad = tensor.data, None
             full = half.to(known.original_dtype) if known.master is None else known.master.detach()
             self._set_data(tensor, full)
@@ -276,23 +261,3 @@ class MasterWeights:
                 self.restore_(tensor)
 
         return restore
-
-
-@torch.no_grad()
-def _refresh_(tensor: torch.Tensor, known: CastTensor) -> None:
-    if known.master is None or tensor._version == known.version:
-        return
-    was_written = known.master.to(tensor.dtype) != tensor
-    known.master.copy_(torch.where(was_written, tensor.float(), known.master))
-    known.mark_agreed(tensor)
-
-
-@torch.no_grad()
-def _follow_(tensor: torch.Tensor, known: CastTensor) -> None:
-    if known.master is None:
-        return
-    if known.master._version != known.master_version:
-        tensor.copy_(known.master)
-        known.mark_agreed(tensor)
-    else:
-        _refresh_(tensor, known)

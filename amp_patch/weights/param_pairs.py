@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+
+from amp_patch.scaling import gradients
 
 
 class CastTensor:
@@ -27,6 +31,26 @@ class CastTensor:
         if self.master is not None:
             self.master_version = self.master._version
 
+    @torch.no_grad()
+    def refresh(self, tensor: torch.Tensor) -> None:
+        """Take over into the master what was written into `tensor` since they last agreed."""
+        if self.master is None or tensor._version == self.version:
+            return
+        was_written = self.master.to(tensor.dtype) != tensor
+        self.master.copy_(torch.where(was_written, tensor.float(), self.master))
+        self.mark_agreed(tensor)
+
+    @torch.no_grad()
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Round into `tensor` what was written into the master, or else refresh that."""
+        if self.master is None:
+            return
+        if self.master._version != self.master_version:
+            tensor.copy_(self.master)
+            self.mark_agreed(tensor)
+        else:
+            self.refresh(tensor)
+
 
 class ParamPair(NamedTuple):
     """A parameter of the model and the one that the optimizer updates; one and the same if
@@ -41,3 +65,54 @@ class ParamPair(NamedTuple):
     def has_master(self) -> bool:
         """Whether the optimizer updates an FP32 copy."""
         return self.master is not self.model
+
+
+class ParamPairs(tuple[ParamPair, ...]):  # noqa: SLOT001 (what is cached needs a dict)
+    """The pairs of an optimizer, and lists of what they hold.
+
+    Kept as long as the optimizer has the same parameters, so that what is done to thousands of
+    small tensors in each step needs few loops in Python.
+    """
+
+    @classmethod
+    def of(cls, pairs: Iterable[ParamPair]) -> ParamPairs:
+        """`pairs`, if they are such already; else such pairs."""
+        return pairs if isinstance(pairs, ParamPairs) else cls(pairs)
+
+    @cached_property
+    def models(self) -> list[torch.Tensor]:
+        """The parameters of the model."""
+        return [pair.model for pair in self]
+
+    @cached_property
+    def masters(self) -> list[torch.Tensor]:
+        """The parameters that the optimizer updates."""
+        return [pair.master for pair in self]
+
+    @cached_property
+    def mastered(self) -> ParamPairs:
+        """Those that have a master."""
+        return ParamPairs(pair for pair in self if pair.has_master)
+
+    def refresh(self) -> None:
+        """Take over into the masters what was written into the model since they last agreed."""
+        for model, cast in self._casts:
+            if model._version != cast.version:
+                cast.refresh(model)
+
+    def copy_to_model(self) -> None:
+        """Round the masters into the model. One grouped call for each device and dtype."""
+        with torch.no_grad():
+            for targets, sources in self._rounded:
+                torch._foreach_copy_(targets, sources)
+        for model, cast in self._casts:
+            cast.mark_agreed(model)
+
+    @cached_property
+    def _casts(self) -> list[tuple[torch.Tensor, CastTensor]]:
+        return [(pair.model, pair.cast) for pair in self if pair.cast is not None]
+
+    @cached_property
+    def _rounded(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        # By what they were at first: where that is no longer so, torch still copies one by one.
+        return list(gradients.by_dtype(self.mastered.models, self.mastered.masters))
