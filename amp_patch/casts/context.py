@@ -168,7 +168,9 @@ class CastContext:
 
     def forget_interrupted(self) -> None:
         """Drop scopes of forwards that an interrupt ended, for which torch calls no hooks."""
-        self._scope.set(_without_interrupted(self._scope.get()))
+        scope = self._scope.get()
+        if scope is not None:
+            self._scope.set(_without_interrupted(scope))
 
     def _forget(self, key: int, reference: weakref.ref[object]) -> None:
         if self._watched.get(key) is reference:

@@ -58,15 +58,18 @@ def refuse_stray_gradients(caller: str, pairs: ParamPairs) -> None:
 def put(tensors: list[torch.Tensor], values: list[Gradient]) -> None:
     """Let `tensors` have `values` as gradients, unless that list is empty."""
     if values:
-        for tensor, found, value in zip(tensors, gradients_of(tensors), values, strict=True):
-            if found is not value:
-                tensor.grad = value
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.grad = value
 
 
 def to_masters(pairs: ParamPairs, scaled: list[Gradient]) -> list[Gradient]:
     """The gradients in FP32 where there is a master, copied in grouped calls; else as they are."""
     if not pairs.mastered:
         return scaled
+    if pairs.are_alike and gradients.are_plain(scaled):
+        fresh = list(map(torch.empty_like, pairs.masters))
+        torch._foreach_copy_(fresh, list(scaled))
+        return [*fresh]
     moved = list(scaled)
     targets, sources = [], []
     for i, (gradient, model, master) in enumerate(

@@ -23,7 +23,7 @@ from amp_patch.scaling.gradient_lists import (
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.overflow_check import OverflowCheck, make_checks, worst
 from amp_patch.scaling.ranks import Wrapper
-from amp_patch.weights.param_pairs import ParamPair, ParamPairs
+from amp_patch.weights.param_pairs import NO_PAIRS, ParamPair, ParamPairs
 
 Checks = list[tuple[OverflowCheck, int]]  # and which optimizer of each this is
 
@@ -49,10 +49,11 @@ class GradientWindow:
         self.stage = Stage.READY
         self.has_overflow = False
         self.unchecked: Checks = []
-        self._pairs = ParamPairs()
+        self._pairs = NO_PAIRS
         self._unscaled: list[Gradient] = []  # of the masters, set aside; empty if none had any
         self._scaled: list[Gradient] = []  # of the model, from earlier blocks with delay_unscale
         self._fresh: list[Gradient] = []  # of the block, unscaled
+        self._is_in_place = False  # these are where backward has left them
         self._watched: list[ParamPair] = []  # their gradients come from blocks of other optimizers
         self._kept = 0  # blocks of this window whose gradients were kept
         self._dropped = 0  # and dropped
@@ -192,6 +193,7 @@ class GradientWindow:
         is_added = self._scaled and not self._is_merged
         scaled = added(self._scaled, produced) if is_added else produced
         self._fresh = to_masters(self._pairs, scaled)
+        self._is_in_place = self._fresh is produced
         if scaler.is_identity:
             return []
         present = [gradient for gradient in self._fresh if gradient is not None]
@@ -213,8 +215,9 @@ class GradientWindow:
             totals = added(self._unscaled, self._fresh)
         else:
             totals = self._fresh
-        clear(self._pairs.mastered.models)
-        put(self._pairs.masters, totals)
+        if not (self._is_in_place and totals is self._fresh):
+            clear(self._pairs.mastered.models)
+            put(self._pairs.masters, totals)
         self._note_local()
         self._close()
 
@@ -246,9 +249,10 @@ class GradientWindow:
 
     def will_skip(self) -> bool:
         """Whether the step that follows must be skipped. Makes a check that was delayed."""
-        make_checks(check for check, _ in self.unchecked)
-        self.has_overflow |= any(check.skips[i] for check, i in self.unchecked)
-        self.unchecked = []
+        if self.unchecked:
+            make_checks(check for check, _ in self.unchecked)
+            self.has_overflow |= any(check.skips[i] for check, i in self.unchecked)
+            self.unchecked = []
         if self._watched and not self.has_overflow:
             foreign = [pair.master.grad for pair in self._watched if pair.master.grad is not None]
             self.has_overflow = gradients.any_found(gradients.non_finite(foreign))
@@ -285,7 +289,7 @@ class GradientWindow:
         self._has_local, self.is_separable = False, True
 
     def _close(self) -> None:
-        self._pairs = ParamPairs()
+        self._pairs = NO_PAIRS
         self._unscaled, self._scaled, self._fresh = [], [], []
         self._scaler = None
         self.stage = Stage.READY

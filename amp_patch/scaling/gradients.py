@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -87,6 +87,11 @@ def copy_(targets: Gradients, sources: Gradients) -> None:
         torch._foreach_copy_(group, values)
 
 
+def are_plain(tensors: Sequence[torch.Tensor | None]) -> TypeGuard[Gradients]:
+    """Whether there are tensors, all dense and of torch's own class."""
+    return set(map(type, tensors)) == _PLAIN and set(map(_layout, tensors)) == _STRIDED
+
+
 def elements(gradient: torch.Tensor) -> torch.Tensor:
     """The tensor that has the elements: of a sparse gradient, or of this rank's shard."""
     if type(gradient) is not torch.Tensor and hasattr(gradient, "to_local"):
@@ -127,8 +132,7 @@ def _grouped(tensors: Gradients) -> dict[tuple[torch.device, torch.dtype], _Grou
 
 
 def _elements(tensors: Gradients) -> Gradients:
-    are_plain = set(map(type, tensors)) == _PLAIN and set(map(_layout, tensors)) == _STRIDED
-    return tensors if are_plain else list(map(elements, tensors))
+    return tensors if are_plain(tensors) else list(map(elements, tensors))
 
 
 def _inverse(scale: Scale, device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ from amp_patch.scaling.ranks import ParallelWrappers
 from amp_patch.scaling.scaler_groups import ScalerGroup
 from amp_patch.scaling.step_outcome import StepOutcome
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.param_pairs import ParamPair, ParamPairs
+from amp_patch.weights.param_pairs import NO_PAIRS, ParamPair, ParamPairs
 from amp_patch.weights.running_statistics import ModelParts, RunningStatistics, StepStatistics
 
 
@@ -104,7 +104,7 @@ class OptimizerBinding:
         masters is left alone.
         """
         is_left_alone = scaler.is_identity and not self._groups.have_masters
-        pairs = ParamPairs() if is_left_alone else self.pairs()
+        pairs = NO_PAIRS if is_left_alone else self.pairs()
         shared: list[ParamPair] = []
         if claimed:
             shared = [pair for pair in pairs if id(pair.master) in claimed]
@@ -152,7 +152,7 @@ class OptimizerBinding:
 
     def run_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step without casts, its masters rounded into the model afterwards."""
-        pairs = self.pairs() if self._groups.have_masters else ParamPairs()
+        pairs = self.pairs() if self._groups.have_masters else NO_PAIRS
         refuse_stray_gradients("step", pairs)
         pairs.refresh()
         self.window.begin_anew()

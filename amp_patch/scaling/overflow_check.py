@@ -69,6 +69,8 @@ def make_checks(checks: Iterable[OverflowCheck]) -> None:
     for check in checks:
         check.scaler.catch_up()  # earlier checks of the same scaler come first
     pending = [check for check in dict.fromkeys(checks) if not check.skips]
+    if not pending:
+        return
     overflows = iter(each_found([one for check in pending for one in check.verdicts]))
     for check in pending:
         check.conclude([next(overflows) for _ in check.verdicts])

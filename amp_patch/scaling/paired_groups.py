@@ -10,7 +10,7 @@ import torch
 
 from amp_patch.scaling.optimizer_state import move_state
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.param_pairs import ParamPair, ParamPairs
+from amp_patch.weights.param_pairs import NO_PAIRS, ParamPair, ParamPairs
 
 
 class PairedGroups:
@@ -21,7 +21,7 @@ class PairedGroups:
         self._masters = masters
         self._makes_masters = makes_masters
         self._mastered: dict[int, ParamPair] = {}  # by the id of the master
-        self._known: tuple[list[torch.Tensor], ParamPairs] = ([], ParamPairs())
+        self._known: tuple[list[torch.Tensor], ParamPairs] = ([], NO_PAIRS)
 
     @property
     def have_masters(self) -> bool:
@@ -32,7 +32,7 @@ class PairedGroups:
         """The parameters as they are in the groups now: a user may have edited these."""
         optimizer, mastered = self._optimizer(), self._mastered
         if optimizer is None:
-            return ParamPairs()
+            return NO_PAIRS
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         known, pairs = self._known
         if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):

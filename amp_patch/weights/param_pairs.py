@@ -96,7 +96,7 @@ class ParamPairs(tuple[ParamPair, ...]):  # noqa: SLOT001 (what is cached needs 
 
     def refresh(self) -> None:
         """Take over into the masters what was written into the model since they last agreed."""
-        for model, cast in self._casts:
+        for model, _, cast in self._casts:
             if model._version != cast.version:
                 cast.refresh(model)
 
@@ -105,14 +105,22 @@ class ParamPairs(tuple[ParamPair, ...]):  # noqa: SLOT001 (what is cached needs 
         with torch.no_grad():
             for targets, sources in self._rounded:
                 torch._foreach_copy_(targets, sources)
-        for model, cast in self._casts:
-            cast.mark_agreed(model)
+        for model, master, cast in self._casts:
+            cast.version, cast.master_version = model._version, master._version
 
     @cached_property
-    def _casts(self) -> list[tuple[torch.Tensor, CastTensor]]:
-        return [(pair.model, pair.cast) for pair in self if pair.cast is not None]
+    def are_alike(self) -> bool:
+        """Whether all have a master, and one device and dtype, as was so at first."""
+        return len(self.mastered) == len(self) and len(self._rounded) == 1
+
+    @cached_property
+    def _casts(self) -> list[tuple[torch.Tensor, torch.Tensor, CastTensor]]:
+        return [(model, master, cast) for model, master, cast in self if cast is not None]
 
     @cached_property
     def _rounded(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         # By what they were at first: where that is no longer so, torch still copies one by one.
         return list(gradients.by_dtype(self.mastered.models, self.mastered.masters))
+
+
+NO_PAIRS = ParamPairs()
