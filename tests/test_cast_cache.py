@@ -119,6 +119,32 @@ def test_cast_made_with_gradients_may_serve_a_call_that_records_none() -> None:
         assert cache.cast(weight, HALF) is recorded
 
 
+@torch.no_grad()
+def test_cast_without_gradients_is_gone_after_its_use() -> None:
+    cache, weight = CastCache(), make_weight()
+    for _ in range(3):  # as many forwards
+        gone = weakref.ref(cache.cast(weight, HALF))
+        assert gone() is None
+        assert len(cache) == 0
+        cache.clear()
+
+
+@torch.no_grad()
+def test_weight_that_a_forward_uses_often_is_cast_twice_in_the_first_and_once_in_others() -> None:
+    cache, weight = CastCache(), make_weight()
+    for casts in (2, 1, 1):
+        uses = [cache.cast(weight, HALF) for _ in range(10)]
+        assert len(set(map(id, uses))) == casts
+        cache.clear()
+
+
+@torch.no_grad()
+def test_cast_without_gradients_is_kept_where_the_user_asks_for_it() -> None:
+    cache, weight = CastCache(), make_weight()
+    cache.keeps_all = True
+    assert cache.cast(weight, HALF) is cache.cast(weight, HALF)
+
+
 def test_frozen_weight_is_cast_once_as_well() -> None:
     cache, weight = CastCache(), make_weight().requires_grad_(False)
     assert cache.cast(weight, HALF) is cache.cast(weight, HALF)

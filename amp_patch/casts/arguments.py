@@ -35,7 +35,8 @@ def cast_all(cast: Cast, dtype: torch.dtype, args: Any) -> Any:
     """`args` with every castable tensor in `dtype`; `args` itself if there is nothing to cast."""
     changed: list[Any] | None = None
     for position, value in enumerate(args):
-        if type(value) in _FLAT:
+        kind = type(value)
+        if kind in _FLAT or (kind is Tensor and value.dtype is dtype):
             continue
         new = cast_value(cast, dtype, value)
         if new is not value:

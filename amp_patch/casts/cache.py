@@ -28,6 +28,10 @@ class CastCache:
     its storage has moved, and the history of the cast fits the call: what was cast under `no_grad`
     never serves a call that records gradients. A cast with history keeps its weight alive through
     the graph, so whoever owns models must `clear` when one of them goes. Not for activations.
+
+    Without gradients nobody else needs a cast after its use, and memory that is free again at once
+    is what the next cast is quickest in: only casts of weights that a forward uses more than once
+    are kept, from the second use in the first such forward on.
     """
 
     def __init__(self) -> None:
@@ -35,6 +39,11 @@ class CastCache:
         self._purge_at = _MIN_PURGE
         self.verifies = False
         self.is_on = True  # off: every use of a weight casts it anew
+        self.keeps_all = False  # also what is cast without gradients
+        # Ids of weights cast without gradients: since the last `clear`, and twice before one. That
+        # of a weight that is gone does no harm: another one's cast is kept for a while.
+        self._used: set[int] = set()
+        self._reused: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -65,6 +74,7 @@ class CastCache:
     def clear(self) -> None:
         """Forget every cast."""
         self._entries.clear()
+        self._used.clear()
 
     def _fresh(self, weight: Parameter, dtype: torch.dtype) -> torch.Tensor:
         found = weight.dtype
@@ -72,9 +82,17 @@ class CastCache:
             return weight
         cast = CONVERSIONS[dtype](weight)
         is_plain = type(cast) is Tensor  # some mode may make it another kind
-        if self.is_on and is_plain and not _is_inference() and not is_tracing():
+        can_keep = self.is_on and is_plain and not _is_inference() and not is_tracing()
+        if can_keep and (_is_grad_enabled() or self.keeps_all or self._is_reused(weight)):
             self._keep(weight, dtype, cast)
         return cast
+
+    def _is_reused(self, weight: Parameter) -> bool:
+        key = id(weight)
+        if key in self._used:
+            self._reused.add(key)
+        self._used.add(key)
+        return key in self._reused
 
     def _keep(self, weight: Parameter, dtype: torch.dtype, cast: Tensor) -> None:
         entries = self._entries

@@ -116,10 +116,12 @@ def _make_half_of_layer(original: Any, row: OpRule, context: CastContext) -> Cal
             return original(source, weight, bias, *geometry)
         is_ready = type(source) is Tensor and source.dtype is dtype
         half = source if is_ready else cast_value(cast, dtype, source)
-        if type(weight) is Parameter and type(bias) is Parameter:
+        if type(weight) is not Parameter:
+            own = cast_all(cast, dtype, (weight, bias))
+        elif type(bias) is Parameter:
             own = cast_weight(weight, dtype), cast_weight(bias, dtype)
         else:
-            own = cast_all(cast, dtype, (weight, bias))
+            own = cast_weight(weight, dtype), cast_value(cast, dtype, bias)
         try:
             return original(half, *own, *geometry)
         except RuntimeError:

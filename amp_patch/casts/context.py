@@ -213,11 +213,13 @@ class CastContext:
     def keeping(self) -> Iterator[None]:
         """The end of a forward without gradients does not empty the cache; the end of this does."""
         self._keeping += 1
+        self.cache.keeps_all = True
         try:
             yield
         finally:
             self._keeping -= 1
             if not self._keeping:
+                self.cache.keeps_all = False
                 self.cache.clear()
 
 

@@ -18,7 +18,6 @@ from amp_patch.casts.arguments import (
     fitted,
     has_half,
     limited,
-    tensors,
     widest_dtype,
     within_range,
 )
@@ -142,5 +141,5 @@ def _call_in_float(
 
 def _is_one_of_the_mixes(args: Args) -> bool:
     """Whether the kernels take it: all of one dtype, or half input and the rest in float32."""
-    dtypes = {tensor.dtype for tensor in tensors(args[1:5])}
+    dtypes = {one.dtype for one in args[1:5] if isinstance(one, torch.Tensor)}
     return not dtypes or dtypes == {args[0].dtype} or dtypes == {torch.float32}
