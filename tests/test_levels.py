@@ -345,7 +345,8 @@ def test_without_gradients_the_cache_is_empty_after_every_forward(opt_level: str
     for forward in range(1, 4):
         with counter, torch.no_grad():
             model(batch()[0])
-        assert counter.counts == {"linear.weight": forward, "linear.bias": forward}
+        casts = forward + 1  # the first forward finds out that the layer is used twice
+        assert counter.counts == {"linear.weight": casts, "linear.bias": casts}
 
 
 @pytest.mark.parametrize("opt_level", HALF_LEVELS)
