@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -42,12 +41,11 @@ def loss_of(net: nn.Module) -> Callable[[dict[str, torch.Tensor], torch.Tensor],
 
 def assert_cache_holds_plain_tensors() -> None:
     assert slot.session is not None
-    for entry in gc.get_objects():
-        if type(entry).__name__ != "_Entry":
-            continue
-        cast = getattr(entry, "cast", None)
-        assert cast is None or type(cast) is torch.Tensor
-        assert cast is None or not torch._C._functorch.is_functorch_wrapped_tensor(cast)
+    entries = vars(slot.session.context.cache)["_entries"].values()
+    for *_, cast in entries:
+        assert type(cast) is torch.Tensor
+        assert not torch._C._functorch.is_functorch_wrapped_tensor(cast)
+    assert len(entries) > 0
 
 
 def assert_ordinary_training_works(net: nn.Module) -> None:
