@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_patch.arguments import as_list, check_loss, refuse_duplicates
 from amp_patch.errors import AmpError, warn
-from amp_patch.scaling.scaled_loss import ScaledLoss
+from amp_patch.scaling.scaled_loss import ScaledLoss, UnscaledLoss
 from amp_patch.slot import slot
 
 
@@ -62,7 +62,8 @@ def scale_loss(
     session = slot.require("scale_loss")
     session.context.forget_interrupted()
     optimizers = as_list(optimizers)
-    refuse_duplicates("scale_loss: optimizers", optimizers)
+    if len(optimizers) > 1:
+        refuse_duplicates("scale_loss: optimizers", optimizers)
     found = [session.binding_of(one, "scale_loss") for one in optimizers]
     bindings = [binding for binding in found if binding is not None]
     if not found and not session.is_idle:
@@ -76,12 +77,15 @@ def scale_loss(
             "scale_loss: expected optimizers that are all enabled or all disabled, found both; the "
             "gradients of the disabled ones would stay multiplied by the loss scale"
         )
+    cache, beside = session.context.cache, session.bindings_beside(bindings)
+    if UnscaledLoss.suits(scaler, bindings, beside):
+        return UnscaledLoss(loss, bindings, cache)
     return ScaledLoss(
         loss,
         bindings,
         scaler,
-        session.context.cache,
-        session.bindings_beside(bindings),
+        cache,
+        beside,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )

@@ -573,6 +573,26 @@ def test_scale_of_one_hands_out_the_loss_itself(opt_level: str) -> None:
         assert scaled is loss
 
 
+@LEVELS
+def test_block_inside_a_block_of_the_same_optimizer_is_refused_at_every_level(
+    opt_level: str,
+) -> None:
+    model, optimizer = started(opt_level)
+    loss = small_loss(model)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+        with (
+            pytest.raises(amp.AmpError, match="one block at a time"),
+            amp.scale_loss(loss, optimizer),
+        ):
+            pytest.fail("a block inside a block was entered")
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss, optimizer):
+        1 / 0  # noqa: B018
+    with amp.scale_loss(loss, optimizer) as scaled:  # neither has left the optimizer inside a block
+        scaled.backward()
+    optimizer.step()
+
+
 @SCALED
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_exception_in_the_block_leaves_all_as_before(

@@ -148,6 +148,18 @@ def test_gradients_of_a_skipped_step_that_nobody_clears_are_dropped(opt_level: s
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
+def test_gradients_of_a_skipped_step_are_dropped_also_before_a_block_that_scales_nothing() -> None:
+    model, optimizer = started("O1", num_losses=2, loss_scale=[EXACT, 1.0])
+    train_step(model, optimizer, 0)
+    for loss_id, factor in ((0, torch.inf), (1, 1.0)):
+        loss = model(torch.ones(8, 4)).float().square().mean() * factor
+        with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_a_window_of_several_blocks_is_skipped_by_any_of_them(
     opt_level: str, monkeypatch: pytest.MonkeyPatch

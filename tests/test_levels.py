@@ -292,15 +292,18 @@ class CastCounter(TorchDispatchMode):
         super().__init__()
         self.names = {p.data_ptr(): name for name, p in model.named_parameters()}
         self.counts: Counter[str] = Counter()
+        self.casts: list[int] = []  # weak references to their storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         is_cast = func is torch.ops.aten._to_copy.default
         if is_cast and kwargs.get("dtype") in (torch.float16, torch.bfloat16):
             name = self.names.get(args[0].data_ptr())
             if name is not None:
                 self.counts[name] += 1
-        return func(*args, **kwargs)
+                self.casts.append(result.untyped_storage()._weak_ref())  # noqa: SLF001
+        return result
 
 
 class Repeated(nn.Module):
@@ -336,6 +339,20 @@ def test_the_cache_is_empty_after_every_scale_loss(opt_level: str) -> None:
         with counter:
             backward(model(batch()[0]).sum(), optimizer)
         assert counter.counts == {"linear.weight": block, "linear.bias": block}
+
+
+@pytest.mark.parametrize("opt_level", HALF_LEVELS)
+def test_a_cast_is_freed_by_the_backward_pass_that_used_it(opt_level: str) -> None:
+    model, optimizer = initialized(opt_level, Repeated)
+    counter = CastCounter(model)
+    with counter:
+        loss = model(batch()[0]).sum() * 2.0**-10
+    assert len(counter.casts) == 2
+    is_freed = torch.UntypedStorage._expired  # noqa: SLF001
+    assert not any(map(is_freed, counter.casts))
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert all(map(is_freed, counter.casts))
 
 
 @pytest.mark.parametrize("opt_level", HALF_LEVELS)

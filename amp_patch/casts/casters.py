@@ -239,6 +239,7 @@ _HALF_BY_SIGNATURE: Mapping[str, Callable[[Any, OpRule, CastContext], Call]] = M
     {
         **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "mv"), _make_half_of_two),
         **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _make_half_of_layer),
+        **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), _make_half_of_layer),
     }
 )
 

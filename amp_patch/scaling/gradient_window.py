@@ -110,6 +110,11 @@ class GradientWindow:
         if wrappers:
             self._begin_averaging(wrappers)
 
+    def leave_idle(self, *, keep: bool) -> None:
+        """Leave a block that did nothing to gradients; `keep`: its body came to its end."""
+        self._kept += keep
+        self.stage = Stage.READY
+
     def begin_beside(self, pairs: Iterable[ParamPair]) -> None:
         """Enter a block of other optimizers: set the gradients aside, which are still scaled."""
         self._join(pairs)

@@ -94,6 +94,12 @@ class OptimizerBinding:
         """The parameters as they are in the groups now: a user may have edited these."""
         return self._groups.pairs()
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether a block at a scale of 1 has nothing to do for it: no masters, nothing open."""
+        is_ready = self.window.stage is Stage.READY and not self.outcome.may_hold_skipped
+        return is_ready and not self._groups.have_masters
+
     def before_backward(
         self, scaler: LossScaler, claimed: Container[int], scale: gradients.Scale
     ) -> list[ParamPair]:
@@ -103,13 +109,13 @@ class OptimizerBinding:
         returns what this one shares with it. At a scale that is always 1, an optimizer without
         masters is left alone.
         """
-        is_left_alone = scaler.is_identity and not self._groups.have_masters
-        pairs = NO_PAIRS if is_left_alone else self.pairs()
+        has_nothing_to_do = scaler.is_identity and not self._groups.have_masters
+        pairs = NO_PAIRS if has_nothing_to_do else self.pairs()
         shared: list[ParamPair] = []
         if claimed:
             shared = [pair for pair in pairs if id(pair.master) in claimed]
             pairs = ParamPairs(pair for pair in pairs if id(pair.master) not in claimed)
-        self.outcome.drop_skipped(pairs)
+        self.outcome.drop_skipped(self.pairs() if has_nothing_to_do else pairs)
         self.window.begin(pairs, scaler, self._wrappers.of(pairs.models), scale)
         return shared
 
@@ -153,8 +159,9 @@ class OptimizerBinding:
     def run_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step without casts, its masters rounded into the model afterwards."""
         pairs = self.pairs() if self._groups.have_masters else NO_PAIRS
-        refuse_stray_gradients("step", pairs)
-        pairs.refresh()
+        if pairs:
+            refuse_stray_gradients("step", pairs)
+            pairs.refresh()
         self.window.begin_anew()
         casts = self._context.suspend()
         try:

@@ -25,7 +25,8 @@ class ScaledLoss:
     """Context manager: gives `loss` scaled; leaves gradients of `bindings` unscaled and checked.
 
     All of `bindings` skip their next step together. If the body raises, their gradients are what
-    they were, but for those that a scale of 1 leaves alone. `cache` is empty afterwards.
+    they were, but for those that a scale of 1 leaves alone. `cache` is emptied before backward, so
+    that each cast is freed with the part of the graph that used it, and again afterwards.
     Synchronises once, where a check is made; not where the optimizers skip by themselves.
     """
 
@@ -56,6 +57,7 @@ class ScaledLoss:
         self._shared: list[list[ParamPair]] = []
 
     def __enter__(self) -> torch.Tensor:
+        self._cache.clear()
         self._delayed = _of_stage(self._bystanders, Stage.DELAYED)
         ready = () if self._scaler.is_identity else _of_stage(self._bystanders, Stage.READY)
         self._bystanders = ready
@@ -213,6 +215,45 @@ class ScaledLoss:
         )
         self._bindings[0].group.note_overflow(report)
         return report
+
+
+class UnscaledLoss:
+    """Context manager where nothing is to be done: gives `loss`, and leaves gradients alone.
+
+    For a scale that is always 1, and optimizers without masters whose windows are all ready.
+    `cache` is emptied as by `ScaledLoss`. Does not synchronise.
+    """
+
+    def __init__(
+        self, loss: torch.Tensor, bindings: Sequence[OptimizerBinding], cache: CastCache
+    ) -> None:
+        self._loss = loss
+        self._bindings = bindings
+        self._cache = cache
+
+    @staticmethod
+    def suits(
+        scaler: LossScaler,
+        bindings: Sequence[OptimizerBinding],
+        bystanders: Sequence[OptimizerBinding],
+    ) -> bool:
+        """Whether there is nothing to be done for these."""
+        return (
+            scaler.is_identity
+            and all(one.is_left_alone for one in bindings)
+            and not _of_stage(bystanders, Stage.DELAYED)
+        )
+
+    def __enter__(self) -> torch.Tensor:
+        self._cache.clear()
+        for binding in self._bindings:
+            binding.window.stage = Stage.BACKWARD  # lest another be entered inside
+        return self._loss
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for binding in self._bindings:
+            binding.window.leave_idle(keep=error is None)
+        self._cache.clear()
 
 
 def _of_stage(bindings: Sequence[OptimizerBinding], stage: Stage) -> tuple[OptimizerBinding, ...]:

@@ -15,7 +15,7 @@ class StepOutcome:
     def __init__(self) -> None:
         self._was_skipped = False
         self._checks: Checks = []  # of the last step, where the device alone knows of it
-        self._may_hold_skipped = False  # gradients of that step may be there still
+        self.may_hold_skipped = False  # gradients of that step may be there still
 
     @property
     def was_skipped(self) -> bool:
@@ -32,15 +32,15 @@ class StepOutcome:
 
     def leave_open(self, checks: Checks) -> None:
         """`checks` tell of the step that was run."""
-        self._checks, self._may_hold_skipped = checks, True
+        self._checks, self.may_hold_skipped = checks, True
 
     def forget_gradients(self) -> None:
         """They were cleared."""
-        self._may_hold_skipped = False
+        self.may_hold_skipped = False
 
     def drop_skipped(self, pairs: Sequence[ParamPair]) -> None:
         """Drop gradients that an optimizer did not use, before others are added to them."""
-        is_possible, self._may_hold_skipped = self._may_hold_skipped, False
+        is_possible, self.may_hold_skipped = self.may_hold_skipped, False
         held = [pair for pair in pairs if is_possible and pair.master.grad is not None]
         for pair in held if held and self.was_skipped else ():
             pair.master.grad = None
