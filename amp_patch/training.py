@@ -31,7 +31,8 @@ def scale_loss(
     After the block the gradients of `optimizers` are unscaled, in FP32 on the master weights where
     there are any (see `master_params`), and added to what earlier blocks have left there. If one of
     them is inf or NaN, the next `step` of each of `optimizers` is skipped, and a dynamic loss scale
-    halves. The cast cache is empty. If the body raises, gradients are as they were before it.
+    halves. The cast cache is empty, as it is at the start of the body. If that raises, gradients
+    are as they were before it.
     With a loss scale that is always 1.0 the loss itself is given and nothing is checked; without
     masters (O0, O3, O4) backward then adds to the gradients as in plain torch, also if it raises.
 
