@@ -230,9 +230,8 @@ class GradientWindow:
         """Let the blocks that were kept stand for those that were dropped too."""
         weight = (self._kept + self._dropped) / self._kept if self._kept and self._dropped else 1.0
         for values, factor in ((self._unscaled, weight / self._weight), (self._fresh, weight)):
-            present = [value for value in values if value is not None]
-            if factor != 1.0 and present:
-                gradients.scale_(present, factor)
+            if factor != 1.0:
+                gradients.scale_([value for value in values if value is not None], factor)
         self._weight = weight
 
     def _note_local(self) -> None:
