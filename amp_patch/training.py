@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_patch.arguments import as_list, check_loss, refuse_duplicates
 from amp_patch.errors import AmpError, warn
-from amp_patch.scaling.scaled_loss import ScaledLoss, UnscaledLoss
+from amp_patch.scaling.scaled_loss import ScaledLoss
 from amp_patch.slot import slot
 
 
@@ -31,8 +31,8 @@ def scale_loss(
     After the block the gradients of `optimizers` are unscaled, in FP32 on the master weights where
     there are any (see `master_params`), and added to what earlier blocks have left there. If one of
     them is inf or NaN, the next `step` of each of `optimizers` is skipped, and a dynamic loss scale
-    halves. The cast cache is empty, as it is at the start of the body. If that raises, gradients
-    are as they were before it.
+    halves. The cast cache is empty at the start of the body and after the block. If the body
+    raises, gradients are as they were before it.
     With a loss scale that is always 1.0 the loss itself is given and nothing is checked; without
     masters (O0, O3, O4) backward then adds to the gradients as in plain torch, also if it raises.
 
@@ -78,15 +78,12 @@ def scale_loss(
             "scale_loss: expected optimizers that are all enabled or all disabled, found both; the "
             "gradients of the disabled ones would stay multiplied by the loss scale"
         )
-    cache, beside = session.context.cache, session.bindings_beside(bindings)
-    if UnscaledLoss.suits(scaler, bindings, beside):
-        return UnscaledLoss(loss, bindings, cache)
     return ScaledLoss(
         loss,
         bindings,
         scaler,
-        cache,
-        beside,
+        session.context.cache,
+        session.bindings_beside(bindings),
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )

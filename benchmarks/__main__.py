@@ -15,7 +15,7 @@ from typing import Any
 
 from amp_patch.tools.machine import describe_machine
 from benchmarks import calls, gradients, growth, inference, memory, startup, steps
-from benchmarks.rows import Report
+from benchmarks.rows import Report, check_folder
 from benchmarks.turns import QUICK, Settings
 
 GROUPS = {
@@ -77,6 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.names if name not in GROUPS]
     if unknown:
         parser.error(f"expected names among {', '.join(GROUPS)}, found {', '.join(unknown)}")
+    if options.write == RESULTS and (options.quick or options.names):
+        parser.error("expected a FILE after --write: the committed results are of a full run")
+    for path in (options.json, options.write):
+        check_folder(parser, path)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
     about = describe_run(load, options.quick)
     print(about, end="\n\n", flush=True)

@@ -35,7 +35,7 @@ from benchmarks.races import (
     dtype_name,
     make_race,
 )
-from benchmarks.rows import Report, Row, at_most, markdown_table, show
+from benchmarks.rows import Report, Row, at_most, check_folder, markdown_table, show
 from benchmarks.turns import QUICK, Settings, median_ratio, synchronize, take_turns
 
 ROUNDS = 5
@@ -215,7 +215,9 @@ def reports(settings: Settings, started: float) -> Iterator[tuple[str, Report]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print Markdown as it comes, and write JSON."""
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    check_folder(parser, options.json)
     with without_tf32():
         return measure(options)
 

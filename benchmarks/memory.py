@@ -13,13 +13,11 @@ from amp_patch.tools.live_memory import LiveMemory
 from benchmarks.contenders import Contender
 from benchmarks.large_models import TINY_PROBLEMS
 from benchmarks.models import PROBLEMS, Gpt, Problem, Workload, texts
-from benchmarks.races import AUTOCAST, PLAIN, check_training, dtype_name, make_race
+from benchmarks.races import ATTEMPTS, AUTOCAST, PLAIN, check_training, dtype_name, make_race
 from benchmarks.rows import Report, Row, at_most, markdown_table
 from benchmarks.turns import Settings
 
 TITLE = "Peak memory of a training step"
-WARM_UP_STEPS = 1  # after which masters and momentum are there
-STEPS = 1
 CHECKED_STEPS = 1  # `steps` checks more of them
 MEBIBYTE = 2**20
 
@@ -46,25 +44,28 @@ def peak_bytes(contender_of: Any, device: torch.device) -> int:
         with LiveMemory() as live:
             contender = contender_of()
             with contender.active():
-                run_steps(contender, WARM_UP_STEPS)
+                make_step(contender)
                 live.peak = live.now
-                run_steps(contender, STEPS)
+                make_step(contender)
         return live.peak
     gc.collect()
     allocator.empty_cache()
     before = allocator.memory_allocated(device)
     contender = contender_of()
     with contender.active():
-        run_steps(contender, WARM_UP_STEPS)
+        make_step(contender)
         allocator.reset_peak_memory_stats(device)
-        run_steps(contender, STEPS)
+        make_step(contender)
         return allocator.max_memory_allocated(device) - before
 
 
-def run_steps(contender: Contender, steps: int) -> None:
-    """Train until so many steps were made; those that were skipped use as much memory."""
-    for _ in range(steps):
+def make_step(contender: Contender) -> None:
+    """Train until a step was made: only then are masters and momentum there."""
+    for _ in range(ATTEMPTS):
         contender.step().item()
+        if not contender.was_skipped():
+            return
+    raise RuntimeError(f"{contender.name}: expected a step, found {ATTEMPTS} that were skipped")
 
 
 def measure(settings: Settings) -> Report:

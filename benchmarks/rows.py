@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 HEADINGS = ("what", "measured", "target", "verdict")
@@ -109,3 +111,9 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     ]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     return "\n".join(lines)
+
+
+def check_folder(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    """End with a message, before anything is measured, where no file can be written to `path`."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        parser.error(f"expected a file in a folder that exists, found {path}")

@@ -60,6 +60,29 @@ def test_command_refuses_a_group_that_it_does_not_know(capsys: pytest.CaptureFix
     assert "found speed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--write", "--quick"], "expected a FILE after --write"),
+        (["startup", "--write"], "expected a FILE after --write"),
+        (["--json", "missing/figures.json"], "expected a file in a folder that exists"),
+        (["--write", "missing/tables.md"], "expected a file in a folder that exists"),
+        (["--json", "."], "expected a file in a folder that exists"),
+    ],
+    ids=" ".join,
+)
+def test_command_refuses_before_it_measures(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.__main__.run_group", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert words in capsys.readouterr().err
+
+
 def test_committed_results_have_all_groups() -> None:
     text = RESULTS.read_text("utf-8")
     assert [group.TITLE for group in GROUPS.values() if f"## {group.TITLE}\n" not in text] == []

@@ -394,13 +394,12 @@ def test_a_window_with_one_overflow_halves_the_scale_once(opt_level: str) -> Non
     assert amp.loss_scale() == 64.0
 
 
-def weight_of_zero(opt_level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def weight_of_zero(opt_level: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """One weight, of which the step takes the gradient; an overflow drops its micro-batch only."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(
-        model, optimizer, opt_level=opt_level, loss_scale=WIDE, overflow_drops="micro_batch"
-    )
+    options = {"loss_scale": WIDE, "overflow_drops": "micro_batch", **options}
+    amp.initialize(model, optimizer, opt_level=opt_level, **options)
     model.load_state_dict({"weight": torch.zeros(1, 1)})
     return model, optimizer
 
@@ -420,6 +419,51 @@ def test_dropping_only_the_micro_batch_lets_the_others_stand_for_it(
     kept = sum(part for i, part in enumerate(parts) if i != bad)
     expected = torch.tensor(kept) * torch.tensor(4 / 3)  # as FP32 rounds it
     assert -model.state_dict()["weight"].item() == pytest.approx(expected.item(), rel=2.0**-22)
+
+
+@pytest.mark.parametrize("order", ["1 bad 2, 4", "1 bad 2,", "bad 2,", "2, bad 1"])
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O4", "O5"])
+def test_blocks_of_a_loss_that_is_not_scaled_stand_for_a_dropped_one_too(
+    opt_level: str, order: str
+) -> None:
+    model, optimizer = weight_of_zero(opt_level, num_losses=2, loss_scale=[WIDE, 1.0])
+    kept = []
+    for part in order.split():  # a comma marks what belongs to the loss that is not scaled
+        is_bad = part == "bad"
+        kept += [] if is_bad else [float(part.rstrip(","))]
+        loss = model(torch.ones(1, 1)).float().sum()
+        loss = overflowing(loss) if is_bad else loss * kept[-1]
+        with amp.scale_loss(loss, optimizer, loss_id=int(part.endswith(","))) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    expected = torch.tensor(sum(kept)) * torch.tensor((len(kept) + 1) / len(kept))
+    assert -model.state_dict()["weight"].item() == pytest.approx(expected.item(), rel=2.0**-22)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 1.0}, {"loss_scale": 64.0}], ids=str)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_gradients_that_a_block_leaves_with_another_optimizer_are_added_to(
+    opt_level: str, options: dict[str, Any]
+) -> None:
+    made, judged = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    first, second = (torch.optim.SGD(one.parameters(), lr=0.0) for one in (made, judged))
+    models = amp.initialize([made, judged], [first, second], opt_level=opt_level, **options)[0]
+    for model in models:
+        model.load_state_dict({"weight": torch.ones(1, 1)})
+    fake = made(torch.ones(1, 1))
+    backward(judged(fake).float().sum() / 4, first)  # leaves 0.25 with the other optimizer
+    first.step()
+    backward(judged(fake.detach()).float().sum() / 4, second)
+    assert [p.grad.item() for p in amp.master_params(second)] == [0.5]
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_blocks_that_are_made_before_they_are_entered_are_refused_as_others(opt_level: str) -> None:
+    model, optimizer = pair_at(opt_level, num_losses=2, loss_scale=[1024.0, 1.0])
+    losses = [model(batch()[0]).float().sum() for _ in range(2)]
+    outer, inner = (amp.scale_loss(loss, optimizer, loss_id=i) for i, loss in enumerate(losses))
+    with outer, pytest.raises(amp.AmpError, match="one block at a time"), inner:
+        pytest.fail("a block inside a block was entered")
 
 
 @pytest.mark.parametrize("bad", range(4))

@@ -85,8 +85,8 @@ class GradientWindow:
         scale = scaler.scale if scale is None else scale
         if self.stage is Stage.BACKWARD:
             raise AmpError(
-                "scale_loss: expected one block at a time for an optimizer, found one inside "
-                "another; add the losses, or leave the first block before entering the second"
+                "scale_loss: expected one block at a time, found one inside another, which handles "
+                "this optimizer too; add the losses, or leave the first block before the second"
             )
         is_delayed = self.stage is Stage.DELAYED
         if not is_delayed:
@@ -109,11 +109,6 @@ class GradientWindow:
         self._stage_before, self.stage = self.stage, Stage.BACKWARD
         if wrappers:
             self._begin_averaging(wrappers)
-
-    def leave_idle(self, *, keep: bool) -> None:
-        """Leave a block that did nothing to gradients; `keep`: its body came to its end."""
-        self._kept += keep
-        self.stage = Stage.READY
 
     def begin_beside(self, pairs: Iterable[ParamPair]) -> None:
         """Enter a block of other optimizers: set the gradients aside, which are still scaled."""

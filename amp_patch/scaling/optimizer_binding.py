@@ -96,9 +96,9 @@ class OptimizerBinding:
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether a block at a scale of 1 has nothing to do for it: no masters, nothing open."""
+        """Whether a block at a scale of 1 has nothing to do: no masters, no loss that is scaled."""
         is_ready = self.window.stage is Stage.READY and not self.outcome.may_hold_skipped
-        return is_ready and not self._groups.have_masters
+        return is_ready and self.group.is_identity and not self._groups.have_masters
 
     def before_backward(
         self, scaler: LossScaler, claimed: Container[int], scale: gradients.Scale
@@ -106,16 +106,14 @@ class OptimizerBinding:
         """Enter a scale_loss block, whose loss is multiplied by `scale`.
 
         `claimed` has the ids of parameters that another optimizer of the block handles already:
-        returns what this one shares with it. At a scale that is always 1, an optimizer without
-        masters is left alone.
+        returns what this one shares with it.
         """
-        has_nothing_to_do = scaler.is_identity and not self._groups.have_masters
-        pairs = NO_PAIRS if has_nothing_to_do else self.pairs()
+        pairs = self.pairs()
         shared: list[ParamPair] = []
         if claimed:
             shared = [pair for pair in pairs if id(pair.master) in claimed]
             pairs = ParamPairs(pair for pair in pairs if id(pair.master) not in claimed)
-        self.outcome.drop_skipped(self.pairs() if has_nothing_to_do else pairs)
+        self.outcome.drop_skipped(pairs)
         self.window.begin(pairs, scaler, self._wrappers.of(pairs.models), scale)
         return shared
 

@@ -52,6 +52,7 @@ class ScaledLoss:
         self._delay_unscale = delay_unscale and not scaler.is_identity
         self._delay_overflow_check = delay_overflow_check
         self._on_device: DeviceScale | None = None
+        self._is_idle = False  # nothing is to be done: backward adds to gradients as in plain torch
         self._scale: Scale = 1.0  # set on entry
         # What an optimizer has of parameters whose gradients another one of the block handles.
         self._shared: list[list[ParamPair]] = []
@@ -59,8 +60,12 @@ class ScaledLoss:
     def __enter__(self) -> torch.Tensor:
         self._cache.clear()
         self._delayed = _of_stage(self._bystanders, Stage.DELAYED)
-        ready = () if self._scaler.is_identity else _of_stage(self._bystanders, Stage.READY)
-        self._bystanders = ready
+        self._bystanders = self._reached(_of_stage(self._bystanders, Stage.READY))
+        self._is_idle = not (self._delayed or self._bystanders or self._reached(self._bindings))
+        if self._is_idle:
+            for binding in self._bindings:
+                binding.window.stage = Stage.BACKWARD  # lest another block be entered inside
+            return self._loss
         claimed: set[int] = set()
         opened: list[OptimizerBinding] = []
         self._on_device = self._scale_on_device()
@@ -86,6 +91,10 @@ class ScaledLoss:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
+            if self._is_idle:
+                for binding in self._bindings:
+                    binding.window.stage = Stage.READY
+                return
             if error is not None:
                 _abandon([*self._bindings, *self._delayed, *self._bystanders])
                 return
@@ -102,6 +111,11 @@ class ScaledLoss:
                 warn(str(report))
         finally:
             self._cache.clear()
+
+    def _reached(self, bindings: Sequence[OptimizerBinding]) -> tuple[OptimizerBinding, ...]:
+        """Those of `bindings` for which a block has something to do at this scale."""
+        is_identity = self._scaler.is_identity
+        return tuple(one for one in bindings if not (is_identity and one.is_left_alone))
 
     def _leave(self) -> OverflowReport | None:
         """Unscale and check, with one wait for the device. Returns what the user should know."""
@@ -215,45 +229,6 @@ class ScaledLoss:
         )
         self._bindings[0].group.note_overflow(report)
         return report
-
-
-class UnscaledLoss:
-    """Context manager where nothing is to be done: gives `loss`, and leaves gradients alone.
-
-    For a scale that is always 1, and optimizers without masters whose windows are all ready.
-    `cache` is emptied as by `ScaledLoss`. Does not synchronise.
-    """
-
-    def __init__(
-        self, loss: torch.Tensor, bindings: Sequence[OptimizerBinding], cache: CastCache
-    ) -> None:
-        self._loss = loss
-        self._bindings = bindings
-        self._cache = cache
-
-    @staticmethod
-    def suits(
-        scaler: LossScaler,
-        bindings: Sequence[OptimizerBinding],
-        bystanders: Sequence[OptimizerBinding],
-    ) -> bool:
-        """Whether there is nothing to be done for these."""
-        return (
-            scaler.is_identity
-            and all(one.is_left_alone for one in bindings)
-            and not _of_stage(bystanders, Stage.DELAYED)
-        )
-
-    def __enter__(self) -> torch.Tensor:
-        self._cache.clear()
-        for binding in self._bindings:
-            binding.window.stage = Stage.BACKWARD  # lest another be entered inside
-        return self._loss
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        for binding in self._bindings:
-            binding.window.leave_idle(keep=error is None)
-        self._cache.clear()
 
 
 def _of_stage(bindings: Sequence[OptimizerBinding], stage: Stage) -> tuple[OptimizerBinding, ...]:
